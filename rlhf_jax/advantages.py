@@ -41,10 +41,10 @@ def is_any(tokens: Array, ids: Sequence[int]) -> Array:
 
     Args: tokens [...] int; ids. Returns [...] bool.
     """
-    found = tokens == ids[0]
+    matches = tokens == ids[0]
     for other in ids[1:]:
-        found = found | (tokens == other)
-    return found
+        matches = matches | (tokens == other)
+    return matches
 
 
 def response_lengths(tokens: Array, stop_token_ids: int | Sequence[int]) -> Array:
@@ -282,10 +282,10 @@ def leave_one_out(rewards: Array, keep: Array | None = None) -> Array:
         raise ValueError(f"leave-one-out needs groups of 2 responses or more, not {group}")
     keep = jnp.ones(rewards.shape, bool) if keep is None else keep
     rewards = jnp.where(keep, rewards, 0)
-    others = keep.sum(-1, keepdims=True) - 1
-    baseline = (rewards.sum(-1, keepdims=True) - rewards) / jnp.maximum(others, 1)
+    other_count = keep.sum(-1, keepdims=True) - 1
+    baseline = (rewards.sum(-1, keepdims=True) - rewards) / jnp.maximum(other_count, 1)
     baseline = _within_range(baseline, rewards, keep, -1, keepdims=True)
-    return jnp.where(keep & (others > 0), rewards - baseline, 0)
+    return jnp.where(keep & (other_count > 0), rewards - baseline, 0)
 
 
 def group_mean(rewards: Array, keep: Array) -> Array:

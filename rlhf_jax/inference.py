@@ -318,8 +318,8 @@ class Policy:
             prompts = PromptBatch(left, lengths, rows, images, states)  # type: ignore[arg-type]  # until it is sharded
             rollout = self.sample(prompts, seed, sampling, rows=rows, length=length, automaton=automaton)
             response, lengths = sharding.fetch((rollout.response, rollout.lengths))
-            for i, own in zip(chosen, completion_ids(response, lengths)):
-                responses[i] = _cut_at_stop(self.tokenizer.decode(own, skip_special_tokens=True), stops)
+            for i, token_ids in zip(chosen, completion_ids(response, lengths)):
+                responses[i] = _cut_at_stop(self.tokenizer.decode(token_ids, skip_special_tokens=True), stops)
         return responses[0] if single else responses
 
     def _automaton(self, regex: str, stop_ids: tuple[int, ...], most_tokens: int) -> Automaton:
@@ -363,8 +363,8 @@ class Policy:
             template = ChatTemplate(self.tokenizer, chat_template_kwargs)
             ids = []
             for i, messages in enumerate(prompts):
-                own, read, tiles = self._encode_images(template, i, messages)
-                ids.append(own)
+                row, read, tiles = self._encode_images(template, i, messages)
+                ids.append(row)
                 sources.append((read, tiles))
             return self._checked(ids, max_new_tokens), sources
         is_text = [isinstance(text, str) for text in prompts]
@@ -376,7 +376,7 @@ class Policy:
                 prompts[i] = template.render(text_messages(messages), generation_prompt=True)
         ids = self.tokenizer.encode_batch(prompts) if prompts else []
         start, (stripped, begun) = self.tokenizer.start_ids(), self.tokenizer.without_start(ids)
-        ids = [[*start, *rest] if text and own else own for own, rest, text in zip(ids, stripped, is_text, strict=True)]
+        ids = [[*start, *rest] if text and row else row for row, rest, text in zip(ids, stripped, is_text, strict=True)]
         if doubled := sum(text and has for text, has in zip(is_text, begun, strict=True)):
             mark = self.tokenizer.decode(start)
             which = "begins" if doubled == 1 else "begin"
@@ -400,12 +400,12 @@ class Policy:
 
     def _checked(self, ids: list[list[int]], max_new_tokens: int) -> list[list[int]]:
         """The same; UserError for a text that is empty or too long."""
-        for i, own in enumerate(ids):
-            if not own:
+        for i, token_ids in enumerate(ids):
+            if not token_ids:
                 raise UserError(f"text {i} is empty")
-            if len(own) + max_new_tokens > self._context:
+            if len(token_ids) + max_new_tokens > self._context:
                 raise UserError(
-                    f"text {i} has {len(own)} tokens, {len(own) + max_new_tokens} with max_new_tokens "
+                    f"text {i} has {len(token_ids)} tokens, {len(token_ids) + max_new_tokens} with max_new_tokens "
                     f"{max_new_tokens}; the model's context has {self._context}"
                 )
         return ids

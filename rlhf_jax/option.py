@@ -84,9 +84,9 @@ def out_of_range(options: Any) -> Iterator[str]:
             yield error
 
 
-def nearest(name: str, known: Iterable[str], n: int = 3) -> str:
-    """' Did you mean a, b?' for the names in `known` closest to `name`, or the empty string."""
-    close = difflib.get_close_matches(name, list(known), n=n, cutoff=0.6)
+def nearest(name: str, choices: Iterable[str], n: int = 3) -> str:
+    """' Did you mean a, b?' for the names in `choices` closest to `name`, or the empty string."""
+    close = difflib.get_close_matches(name, list(choices), n=n, cutoff=0.6)
     return f" Did you mean {' or '.join(close)}?" if close else ""
 
 
@@ -242,15 +242,15 @@ def checked_value(name: str, hint: Any, value: Any) -> Any:
     if typing.get_origin(inner) is tuple:
         if isinstance(value, str) and value in list_or_word(hint):
             return value
-        of = typing.get_args(inner)[0]
-        single = str if of is str else (int, float) if of is float else ()
+        item_type = typing.get_args(inner)[0]
+        single = str if item_type is str else (int, float) if item_type is float else ()
         if isinstance(value, single) and not isinstance(value, bool):
             value = (value,)
         if isinstance(value, str) or not isinstance(value, Sequence):
             raise wrong
-        if of is str and [str(v).lower() for v in value] == ["none"]:
+        if item_type is str and [str(v).lower() for v in value] == ["none"]:
             return None if optional else ()
-        return tuple(checked_value(name, of, v) for v in value)
+        return tuple(checked_value(name, item_type, v) for v in value)
     if is_dict(hint):
         if not isinstance(value, dict):
             raise wrong

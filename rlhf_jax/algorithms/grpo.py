@@ -272,8 +272,8 @@ def loss_and_metrics(
     terms, measured = loss_type.terms(actions, config)
     if config.off_policy_mask_threshold is not None:
         threshold = config.off_policy_mask_threshold
-        kept = losses.off_policy_mask(actions.advantages, logprobs, sampler_logprobs, mask, threshold=threshold)
-        terms = jnp.where(kept, terms, 0.0)
+        keep = losses.off_policy_mask(actions.advantages, logprobs, sampler_logprobs, mask, threshold=threshold)
+        terms = jnp.where(keep, terms, 0.0)
     selected, n_selected = mask, counts.tokens
     if config.top_entropy_quantile < 1:
         if micro.selected is None:  # the micro-batch is what the quantile is of

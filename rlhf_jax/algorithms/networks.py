@@ -47,8 +47,8 @@ class Models(flax.struct.PyTreeNode):
         """The frozen bases: {"policy": ..., "value": ... where the value model has its own}; None: there are none."""
         if self.policy.base is None:
             return None
-        own = self.value is not None and self.value.base is not None and self.value.base is not self.policy.base
-        return {"policy": self.policy.base, **({"value": self.value.base} if own else {})}
+        two_bases = self.value is not None and self.value.base is not None and self.value.base is not self.policy.base
+        return {"policy": self.policy.base, **({"value": self.value.base} if two_bases else {})}
 
     def with_base(self, base: dict[str, Params] | None) -> Models:
         """The same on these bases; the reference's is the policy's, and so is the value model's without its own."""

@@ -80,25 +80,25 @@ class OptimizerOptions(Options):
         if errors:
             yield from errors
             return
-        given = {name: value for name, value in kwargs.items() if value is not None}
-        if kind == "warmup_stable_decay" and "num_decay_steps" not in given:
+        values = {name: value for name, value in kwargs.items() if value is not None}
+        if kind == "warmup_stable_decay" and "num_decay_steps" not in values:
             yield (
                 "lr_scheduler_type warmup_stable_decay needs the length of its decay: "
                 "lr_scheduler_kwargs {'num_decay_steps': N}."
             )
         if kind != "cosine_with_min_lr":
             return
-        if ("min_lr" in given) == ("min_lr_rate" in given):
+        if ("min_lr" in values) == ("min_lr_rate" in values):
             yield (
                 "lr_scheduler_type cosine_with_min_lr needs one of min_lr (a learning rate) and min_lr_rate (a "
                 "fraction of the peak) in lr_scheduler_kwargs, not "
-                f"{'both' if 'min_lr' in given else 'none'}."
+                f"{'both' if 'min_lr' in values else 'none'}."
             )
-        elif "min_lr" in given and self.learning_rate == 0:
+        elif "min_lr" in values and self.learning_rate == 0:
             yield "lr_scheduler_kwargs['min_lr'] with learning_rate 0: give min_lr_rate."
-        elif given.get("min_lr", 0) > self.learning_rate:
+        elif values.get("min_lr", 0) > self.learning_rate:
             yield (
-                f"lr_scheduler_kwargs['min_lr'] {given['min_lr']:g} exceeds learning_rate {self.learning_rate:g}: "
+                f"lr_scheduler_kwargs['min_lr'] {values['min_lr']:g} exceeds learning_rate {self.learning_rate:g}: "
                 "the schedule would rise."
             )
 
@@ -131,10 +131,10 @@ _KWARGS_OF_SCHEDULE: dict[str, tuple[str, ...]] = {
 
 def _scheduler_kwarg_error(kind: str, name: str, value: Any) -> str | None:
     """What is wrong with one of lr_scheduler_kwargs by itself; None if nothing is."""
-    option, known = f"lr_scheduler_kwargs[{name!r}]", _KWARGS_OF_SCHEDULE.get(kind, ())
-    if name not in known:
-        choice = f"choose from {', '.join(known)}." if known else "it has no parameters but warmup_steps."
-        return f"{option} is not a parameter of lr_scheduler_type {kind}:{nearest(name, known) or ' ' + choice}"
+    option, allowed = f"lr_scheduler_kwargs[{name!r}]", _KWARGS_OF_SCHEDULE.get(kind, ())
+    if name not in allowed:
+        choice = f"choose from {', '.join(allowed)}." if allowed else "it has no parameters but warmup_steps."
+        return f"{option} is not a parameter of lr_scheduler_type {kind}:{nearest(name, allowed) or ' ' + choice}"
     try:
         checked_value(option, field_types(_SchedulerKwargs)[name], value)
     except UserError as error:

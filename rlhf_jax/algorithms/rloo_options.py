@@ -80,8 +80,8 @@ class GroupOptions(PolicyGradientOptions):
         if limits is not None:
             low, high = (-limits[0], limits[0]) if len(limits) == 1 else limits if len(limits) == 2 else (0.0, 0.0)
             if low >= high:
-                given = " ".join(f"{value:g}" for value in limits) or "empty"
-                yield f"reward_clip_range is {given}; it must be LOW HIGH with LOW < HIGH, or one number above 0."
+                text = " ".join(f"{value:g}" for value in limits) or "empty"
+                yield f"reward_clip_range is {text}; it must be LOW HIGH with LOW < HIGH, or one number above 0."
         if self.sync_ref_model and self.beta == 0:
             yield "sync_ref_model with beta 0: without a KL penalty there is no reference model to update."
 

@@ -36,8 +36,8 @@ def _pipeline_links(config: Pipeline) -> Iterator[str]:
     """A line for a pipeline that has not exactly one policy stage, or whose policy stage starts from other models."""
     policies = {name: stage for name in ("ppo", "rloo", "grpo") if (stage := getattr(config, name)) is not None}
     if len(policies) != 1:
-        given = " and ".join(policies) or "none"
-        yield f"a pipeline has one of ppo, rloo and grpo, not {given}: set the others to None."
+        policy_names = " and ".join(policies) or "none"
+        yield f"a pipeline has one of ppo, rloo and grpo, not {policy_names}: set the others to None."
         return
     run_dir, (policy, stage) = config.run_dir or "{run_dir}", *policies.items()
     exports = {}
@@ -45,11 +45,11 @@ def _pipeline_links(config: Pipeline) -> Iterator[str]:
         exports["sft_model_path"] = "sft/policy"
     if config.reward is not None:
         exports["reward_model_path"] = "reward/reward_model"
-    for name, own in exports.items():
+    for name, folder in exports.items():
         path = (getattr(stage, name) or "").replace("{run_dir}", run_dir)
-        if storage.absolute(path) != storage.absolute(f"{run_dir}/{own}"):
+        if storage.absolute(path) != storage.absolute(f"{run_dir}/{folder}"):
             yield (
-                f"{policy}: {name} is {getattr(stage, name)!r}, not this pipeline's own '{{run_dir}}/{own}': give "
+                f"{policy}: {name} is {getattr(stage, name)!r}, not this pipeline's own '{{run_dir}}/{folder}': give "
                 f"that, or run {policy} with its own config."
             )
     for name, path in _starts(config, policy, stage) if config.sft is None else ():

@@ -118,8 +118,8 @@ def with_flags(config: Config, flags: Sequence[tuple[str, list[str]]]) -> Config
     flags = [flag for flag in flags if flag[0].rpartition(".")[2] != "preset"]
     translated = {name: words for name, words in flags if is_translated(name)}
     if len({name.rpartition(".")[0] for name in translated}) < len(translated):
-        given = " and ".join(f"--{name}" for name in translated)
-        raise UserError(f"{given} exclude each other: both set the number of responses per update.")
+        names = " and ".join(f"--{name}" for name in translated)
+        raise UserError(f"{names} exclude each other: both set the number of responses per update.")
     for name, words in [*(flag for flag in flags if flag[0] not in translated), *translated.items()]:
         config = with_flag(config, name, words)
     return config
@@ -147,12 +147,12 @@ def with_flag(config: Config, name: str, words: Sequence[str]) -> Config:
         return config.with_stage(stage, _with_option(getattr(config, stage), option, words, f"{stage}."))
     if dot and stage in STAGES:
         raise UserError(f"--{name}: this config has no stage {stage}; it has {', '.join(present)}.")
-    own = {key: hint for key, hint in field_types(Pipeline).items() if key not in STAGES}
-    name, words = positive(name, words, own)
-    if name in trl_options.RENAMED and trl_options.RENAMED[name].to in own:
+    hints = {key: hint for key, hint in field_types(Pipeline).items() if key not in STAGES}
+    name, words = positive(name, words, hints)
+    if name in trl_options.RENAMED and trl_options.RENAMED[name].to in hints:
         name = trl_options.RENAMED[name].to
-    if name in own:
-        return dataclasses.replace(config, **{name: value_from_words(f"--{name}", own[name], words)})
+    if name in hints:
+        return dataclasses.replace(config, **{name: value_from_words(f"--{name}", hints[name], words)})
     if len(present) == 1:
         [stage] = present
         return config.with_stage(stage, _with_option(getattr(config, stage), name, words, ""))
@@ -166,10 +166,10 @@ def with_flag(config: Config, name: str, words: Sequence[str]) -> Config:
         raise UserError(f"--{name} is not supported. {reason}")
     if name in REMOVED:
         raise UserError(f"unknown option --{name}. {REMOVED[name].reason}")
-    known = [*own, *(f"{key}.{field}" for key in present for field in field_types(STAGES[key]))]
+    options = [*hints, *(f"{key}.{field}" for key in present for field in field_types(STAGES[key]))]
     if like := [f"--{key}.{field}" for key in present if (field := trl_options.hint(name, field_types(STAGES[key])))]:
         raise UserError(f"unknown option --{name}. It is {' or '.join(like)} here.")
-    raise UserError(f"unknown option --{name}.{nearest(name, known) or nearest(f'{present[-1]}.{name}', known)}")
+    raise UserError(f"unknown option --{name}.{nearest(name, options) or nearest(f'{present[-1]}.{name}', options)}")
 
 
 def positive(name: str, words: Sequence[str], hints: dict[str, Any]) -> tuple[str, Sequence[str]]:
@@ -210,8 +210,8 @@ def _option_like(name: str, fields: Collection[str], prefix: str) -> str:
     """' It is --lam here.' for a name of other libraries, why an option was removed, or options of nearly that name."""
     if name in REMOVED:
         return f" {REMOVED[name].reason}"
-    if known := trl_options.hint(name, fields):
-        return f" It is --{prefix}{known} here."
+    if equivalent := trl_options.hint(name, fields):
+        return f" It is --{prefix}{equivalent} here."
     return nearest(name, [*fields, *(key for key, row in trl_options.RENAMED.items() if row.to in fields)])
 
 
@@ -276,7 +276,7 @@ def parse_options(
       UserError: an option is unknown or has a value of a wrong type.
     """
     hints, aliases, values = field_types(config_type), aliases or {}, {}
-    given: list[tuple[str, Sequence[str]]] = []
+    arguments: list[tuple[str, Sequence[str]]] = []
     count = next((n for n, word in enumerate(argv) if is_flag(word)), len(argv)) if positional else 0
     loose, flags = [*argv[:count]], split_flags(argv[count:])
     joined = {word.partition("=")[0].replace("-", "_").replace("__", "--", 1) + "=" for word in argv if "=" in word}
@@ -297,10 +297,10 @@ def parse_options(
             is_switch = hints[name] is bool and f"--{flag}=" not in joined
             takes = 0 if is_switch and [word.lower() for word in words[:1]] not in BOOLEANS else 1
             words, loose = words[:takes], [*loose, *words[takes:]]
-        given.append((name, words))
+        arguments.append((name, words))
     if loose:
-        given.insert(0, (positional, loose))
-    for name, words in given:
+        arguments.insert(0, (positional, loose))
+    for name, words in arguments:
         empty = name in empty_by_none and [word.lower() for word in words] == ["none"]
         values[name] = () if empty else value_from_words(f"--{name}", hints[name], words)
     return config_type(**values)

@@ -71,8 +71,8 @@ def _read_stage(text: str, source: str, unknown: type[Config] | None = None) -> 
     kinds = config_types()
     stage = data.pop("stage", None) if isinstance(data, dict) else type(data).__name__
     if not isinstance(data, dict) or (stage not in list(kinds) and not (unknown and isinstance(stage, str))):
-        own = isinstance(data, dict) and isinstance(stage, str)
-        hint = " For an algorithm of your own set --config to the file that registers it." if own else ""
+        is_custom = isinstance(data, dict) and isinstance(stage, str)
+        hint = " For an algorithm of your own set --config to the file that registers it." if is_custom else ""
         raise UserError(
             f"{source} is not a run's config.json: 'stage' must be one of {', '.join(kinds)}, not {short_repr(stage)}."
             + hint
@@ -185,17 +185,17 @@ def _read(path: pathlib.Path, spec: str) -> str:
 
 def _shipped(path: pathlib.Path, spec: str) -> pathlib.Path:
     """The file in configs/ with this name, with or without .py."""
-    known = list(shipped_configs())
-    name = path.name if path.name in known else f"{path.name}.py"
-    if len(path.parts) == 1 and name in known:
+    file_names = list(shipped_configs())
+    name = path.name if path.name in file_names else f"{path.name}.py"
+    if len(path.parts) == 1 and name in file_names:
         return config_folder() / name
-    hint = nearest(path.name, [*known, *(k.removesuffix(".py") for k in known)], 1)
+    hint = nearest(path.name, [*file_names, *(k.removesuffix(".py") for k in file_names)], 1)
     if algorithm := next((word for word in re.split(r"[^a-z]+", path.stem.lower()) if word in STAGES), None):
         having = [name for name, line in shipped_configs().items() if algorithm in f"{name} {line}".lower()]
         hint = f" {algorithm} has {', '.join(having)}." if having else hint
     elif "dpo" in path.stem.lower():
         hint = f" DPO is not implemented; the stages are {', '.join(STAGES)}."
-    raise UserError(f"--config {spec}: no such file, and no such config.{hint} Shipped: {', '.join(known)}.")
+    raise UserError(f"--config {spec}: no such file, and no such config.{hint} Shipped: {', '.join(file_names)}.")
 
 
 def _run_file(path: pathlib.Path, variant: str | None) -> Config:
@@ -212,8 +212,8 @@ def _run_file(path: pathlib.Path, variant: str | None) -> Config:
         if not isinstance(variants, dict | list | tuple | set | frozenset):
             raise UserError(f"{path}: VARIANTS is of type {type(variants).__name__}; it must be a dict or a list.")
         if variant is not None and variant not in variants:
-            known = f"It has {', '.join(map(str, variants))}." if variants else "It has none (no VARIANTS)."
-            raise UserError(f"{path.name} has no variant {variant!r}. {known}")
+            choices = f"It has {', '.join(map(str, variants))}." if variants else "It has none (no VARIANTS)."
+            raise UserError(f"{path.name} has no variant {variant!r}. {choices}")
         config = module.get_config() if variant is None else module.get_config(variant)
     except UserError:
         raise
@@ -242,9 +242,9 @@ def _explain(path: pathlib.Path, error: BaseException) -> str:
         message = "(no message: its __str__ raises)"
     text = f"{where}: {type(error).__name__}: {message}."
     unexpected = re.match(r"(\w+)\.__init__\(\) got an unexpected keyword argument '([^']*)'", message)
-    known = {t.__name__: t for t in config_types().values()}
-    if isinstance(error, TypeError) and unexpected and unexpected[1] in known:
-        text += _hint_for_unknown(unexpected[2], known[unexpected[1]])
+    types_by_name = {t.__name__: t for t in config_types().values()}
+    if isinstance(error, TypeError) and unexpected and unexpected[1] in types_by_name:
+        text += _hint_for_unknown(unexpected[2], types_by_name[unexpected[1]])
     return text
 
 
@@ -255,8 +255,8 @@ def _hint_for_unknown(field: str, config_type: type) -> str:
     stage = next((name for name, stage_config in STAGES.items() if stage_config is config_type), None)
     answer = trl_options.answer(field, stage) if stage else None
     if answer is None:
-        known = trl_options.hint(field, field_types(config_type))
-        return f" It is {known} here." if known else nearest(field, field_types(config_type))
+        equivalent = trl_options.hint(field, field_types(config_type))
+        return f" It is {equivalent} here." if equivalent else nearest(field, field_types(config_type))
     if answer.renamed:
         return f" It is {answer.renamed.to} here" + (f": {answer.text}." if answer.text else ".")
     return f" {answer.text}"

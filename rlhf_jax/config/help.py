@@ -98,9 +98,11 @@ def _pipeline(config: Pipeline, everything: bool) -> Iterator[str]:
     """The options of a pipeline: its own, the policy's, and of the other stages what is theirs or set by the config."""
     stages = {name: stage for name in STAGES if (stage := getattr(config, name)) is not None}
     policy = next((name for name, stage in stages.items() if isinstance(stage, PolicyConfig)), [*stages][-1])
-    own = [option for options in groups(Pipeline).values() for option in options if option.name not in STAGES]
-    yield from _group("The run", own, config, "", everything)
-    of_all = {option.name for option in own}  # of every stage at once
+    pipeline_options = [
+        option for options in groups(Pipeline).values() for option in options if option.name not in STAGES
+    ]
+    yield from _group("The run", pipeline_options, config, "", everything)
+    of_all = {option.name for option in pipeline_options}  # of every stage at once
     for name in [policy, *(name for name in stages if name != policy)]:
         stage = stages[name]
         mine = set(field_types(type(stage))) - set(field_types(StageConfig))

@@ -62,9 +62,9 @@ def table() -> str:
     lines = []
     for name, meaning in rows.items():
         lines.append(f"{name:<{width}}  {meaning}")
-        found = variants(config_folder() / name)
-        if found != []:
-            names = " ".join(f":{variant}" for variant in found or ()) or f"see rlhf-jax configs show {name}"
+        variant_names = variants(config_folder() / name)
+        if variant_names != []:
+            names = " ".join(f":{variant}" for variant in variant_names or ()) or f"see rlhf-jax configs show {name}"
             lines.append(f"{'':<{width}}  variants: {names}")
     return "\n".join(lines)
 

@@ -179,8 +179,8 @@ class PolicyConfig(
         limits = thresholds(self, dtype=self.dtype, batch_size=self.batch_size)
         for name in self.early_stop:
             if name not in ALARMS:
-                known = ", ".join(ALARMS)
-                yield f"early_stop: {name!r} is not an alarm; choose from {known}.{nearest(name, ALARMS)}"
+                choices = ", ".join(ALARMS)
+                yield f"early_stop: {name!r} is not an alarm; choose from {choices}.{nearest(name, ALARMS)}"
             elif limits[name] is None:
                 yield f"early_stop: the alarm {name} is disabled (alarm_{name} is None, or the batch has one row)."
 
@@ -299,9 +299,9 @@ def register_stage(name: str, config_type: type[StageConfig]) -> None:
     Raises:
       UserError: the name has another config.
     """
-    known = STAGES.setdefault(name, config_type)
-    if known.__qualname__ != config_type.__qualname__:  # a config file may be read twice
-        raise UserError(f"algorithm {name!r}: the stage of that name has the config {known.__name__}")
+    registered_type = STAGES.setdefault(name, config_type)
+    if registered_type.__qualname__ != config_type.__qualname__:  # a config file may be read twice
+        raise UserError(f"algorithm {name!r}: the stage of that name has the config {registered_type.__name__}")
     STAGES[name] = config_type
 
 

@@ -102,8 +102,8 @@ def make_solution(
     work, answer = "\n".join(steps), steps[-1].partition("=")[2]
     if not other_format_rate or rng.random() >= other_format_rate:
         return f"<think>{work}</think>\\boxed{{{answer}}}"
-    others = (f"{work}\n\\boxed{{{answer}}}", f"<think>{work}</think>{answer}", f"\\boxed{{{answer}}}")
-    return others[int(rng.integers(len(others)))]
+    solutions = (f"{work}\n\\boxed{{{answer}}}", f"<think>{work}</think>{answer}", f"\\boxed{{{answer}}}")
+    return solutions[int(rng.integers(len(solutions)))]
 
 
 def _problems(split: str, seed: int) -> Iterator[tuple[np.random.Generator, Problem]]:

@@ -189,9 +189,9 @@ def file_fingerprint(path: str) -> str | None:
     memo = os.path.join(folder(), "files", hashlib.sha256(os.path.realpath(path).encode()).hexdigest()[:32] + ".json")
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         with open(memo, encoding="utf-8") as file:
-            known = json.load(file)
-        if known["identity"] == identity:
-            return known["checksum"]
+            entry = json.load(file)
+        if entry["identity"] == identity:
+            return entry["checksum"]
     try:
         checksum = _checksum(path)
     except OSError as error:

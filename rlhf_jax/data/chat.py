@@ -201,27 +201,27 @@ def noting_unread(rows: Rows, columns: Sequence[str], template: ChatTemplate | N
       columns: of its conversations.
       template: of the conversations; None: the rows are texts.
     """
-    found: dict[str, None] = {}
+    notes: dict[str, None] = {}
     for row in filter(lambda row: isinstance(row, Mapping), rows.slice(0, _FIRST)):
         present = [column for column in (TOOLS, KWARGS) if row.get(column)]
         if template is None:
-            found.update(dict.fromkeys(f"column {column!r} is not read: prompts are texts" for column in present))
+            notes.update(dict.fromkeys(f"column {column!r} is not read: prompts are texts" for column in present))
             continue
         try:
-            names, own = row_arguments(row).keys() - {"chat_template", "documents"}, template.of_row(row)
+            names, row_template = row_arguments(row).keys() - {"chat_template", "documents"}, template.of_row(row)
         except ChatTemplateError:  # a bad row
             continue
-        unread = {f"{name!r} of the data" for name in names if not own.reads(name)}
+        unread = {f"{name!r} of the data" for name in names if not row_template.reads(name)}
         values = [row[column] for column in columns if isinstance(row.get(column), list)]
         messages = [message for value in values for message in value if isinstance(message, Mapping)]
         calls = any(message.get("tool_calls") for message in messages)
-        unread |= {"'tool_calls' of messages"} if calls and not own.reads("tool_calls") else set()
-        found.update(
+        unread |= {"'tool_calls' of messages"} if calls and not row_template.reads("tool_calls") else set()
+        notes.update(
             dict.fromkeys(f"the chat template does not read {what}; give one that does" for what in sorted(unread))
         )
         if any(message.get("weight") is not None for message in messages):
-            found["'weight' of messages is not read"] = None
-    return rows.noted(*found)
+            notes["'weight' of messages is not read"] = None
+    return rows.noted(*notes)
 
 
 class ChatTemplate:
@@ -298,9 +298,9 @@ class ChatTemplate:
         pinned = _TODAY.sub(lambda call: f"{call[1]}{day.strftime(call[2])}{call[1]}", self._text)
         if pinned == self._text:
             return None
-        own = "date_string" in self.kwargs and "date_string" in self._text
+        date_from_kwargs = "date_string" in self.kwargs and "date_string" in self._text
         self._text = self.kwargs["chat_template"] = pinned
-        return None if own else date
+        return None if date_from_kwargs else date
 
     def identity(self) -> Any:
         """Everything that its texts depend on beside the conversation and the tokenizer, of JSON types; None if that
@@ -357,7 +357,7 @@ class ChatTemplate:
           ChatTemplateError: as `render`; or no token is the assistant's.
           UserError: as `render`.
         """
-        found = self._apply(
+        encoding = self._apply(
             messages,
             column,
             tokenize=True,
@@ -365,12 +365,12 @@ class ChatTemplate:
             return_assistant_tokens_mask=True,
             tokenizer_kwargs={"verbose": False},
         )
-        mask = np.asarray(found["assistant_masks"], bool)
+        mask = np.asarray(encoding["assistant_masks"], bool)
         if not mask.any():
             raise ChatTemplateError(
                 f"{_in(column)}the chat template of {self.tokenizer.name!r} marks no token as the assistant's"
             )
-        return found["input_ids"], mask
+        return encoding["input_ids"], mask
 
     def _apply(self, messages: Sequence[Mapping[str, Any]], column: str, **options: Any) -> Any:
         """apply_chat_template with the template's arguments."""

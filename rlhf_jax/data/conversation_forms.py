@@ -95,8 +95,8 @@ def _converted(message: Any, number: int) -> Any:
     if speaker == "function_call":
         return {"role": "assistant", "tool_calls": _tool_calls(value, number), **more}
     if speaker not in _ROLES:
-        known = ", ".join((*_ROLES, "function_call"))
-        raise FormError(f"message {number}: 'from' is {speaker!r:.60}, which is none of {known}")
+        speakers = ", ".join((*_ROLES, "function_call"))
+        raise FormError(f"message {number}: 'from' is {speaker!r:.60}, which is none of {speakers}")
     return {"role": _ROLES[speaker], "content": value, **more}
 
 
@@ -106,8 +106,10 @@ def _tool_calls(value: Any, number: int) -> list[dict[str, Any]]:
         calls = parse_json(value) if isinstance(value, str) else value
         calls = calls if isinstance(calls, list) else [calls]
         arguments = [call.get("arguments", {}) for call in calls]
-        arguments = [parse_json(one) if isinstance(one, str) else one for one in arguments]
-        functions = [{"name": call["name"], "arguments": one} for call, one in zip(calls, arguments, strict=True)]
+        arguments = [parse_json(argument) if isinstance(argument, str) else argument for argument in arguments]
+        functions = [
+            {"name": call["name"], "arguments": argument} for call, argument in zip(calls, arguments, strict=True)
+        ]
     except (json.JSONDecodeError, AttributeError, KeyError, TypeError):
         reason = "is not the JSON of an object with 'name' and 'arguments'"
         raise FormError(f"message {number}: the value of the function_call {reason}: {value!r:.60}") from None
@@ -175,7 +177,7 @@ def house_form(
     first = next(iter(values.values()), None)
     forms = {source: forms_of(value) for source, value in values.items()}
     if isinstance(first, str) and not next(iter(forms.values())):  # prompts of text
-        forms = {source: found - {"JSON text"} for source, found in forms.items() if "JSON text" not in found}
+        forms = {source: kinds - {"JSON text"} for source, kinds in forms.items() if "JSON text" not in kinds}
     moves = {column for column, source in sources.items() if column != source and _is_conversation(values[source])}
     convert = {column: source for column, source in sources.items() if forms.get(source) or column in moves}
     cuts = answer is not None and SHAREGPT in convert.values()

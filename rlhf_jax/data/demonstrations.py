@@ -138,8 +138,8 @@ def _house_form(rows: Rows, prompt_column: str, completion_column: str) -> Rows:
     """Rows with conversations as lists of messages; ShareGPT's are 'messages' where there is nothing else."""
     pair = prompt_column, completion_column
     has_pair = set(pair) <= set(rows.column_names)
-    whole = None if has_pair or completion_column != "completion" else MESSAGES
-    return conversation_forms.house_form(rows, pair if has_pair else (MESSAGES,), whole=whole)
+    messages_column = None if has_pair or completion_column != "completion" else MESSAGES
+    return conversation_forms.house_form(rows, pair if has_pair else (MESSAGES,), whole=messages_column)
 
 
 def conversation_columns(rows: Rows, prompt_column: str, completion_column: str) -> tuple[str, ...]:
@@ -262,7 +262,7 @@ class ConversationEncoder(_Encoder):
         checked = [self._checked_ids(row) for row in rows]
         return [self.columns_of(*ids) if fault is None else fault for ids, fault in checked]
 
-    def columns_of(self, prompt: list[int], ids: list[int], assistant: np.ndarray | None) -> Encoded:
+    def columns_of(self, prompt: list[int], ids: list[int], assistant: np.ndarray | None) -> dict[str, Any] | None:
         """The columns of a row's tokens, of which `assistant` are in the loss; None for one that is left out."""
         longest = self.max_length
         if len(prompt) > self.query_length or (len(ids) > longest and self.query_overflow == "drop"):
@@ -283,9 +283,9 @@ class ConversationEncoder(_Encoder):
         }
 
 
-class ImageConversationEncoder(ConversationEncoder):
-    """The `tokenized.Encoder` of conversations with images, which are read at each start. One that is too long is
-    dropped, since its images cannot be cut. Image tokens are no labels: there is nothing to learn from them."""
+class ImageConversationEncoder(image_rows.ImageEncoder, ConversationEncoder):
+    """The `tokenized.Encoder` of conversations with images. One that is too long is dropped, since its images cannot be
+    cut. Image tokens are no labels: there is nothing to learn from them."""
 
     def __init__(
         self,
@@ -300,35 +300,19 @@ class ImageConversationEncoder(ConversationEncoder):
         self.query_overflow = "drop"
         self.reader = image_rows.RowReader(columns, processor, image_rows.folder_of(rows), self.messages_fault)
 
-    def identity(self) -> None:
-        """None: files of images may change under the names that rows have."""
-
-    def _encode(self, row: Any) -> Encoded:
-        processor, columns = self.reader.processor, self.row_columns
-        try:
-            read, template, prompt = self.reader.read(row), self.template.of_row(row), []
-            if len(columns) == 2:
-                messages = read.messages[columns[0]]
-                text = template.render(messages, generation_prompt=True, column=columns[0])
-                blocks = [block for message in messages for block in message.get("content") or ()]
-                count = sum(block["type"] == "image" for block in blocks)
-                prompt = processor.encode(text, read.sources[:count], self.tokenizer)[0]
-            messages = [message for column in columns for message in read.messages[column]]
-            text = template.render(messages, generation_prompt=False, column=columns[-1])
-            ids, tiles = processor.encode(text, read.sources, self.tokenizer)
-        except (image_rows.ImageError, chat.ChatTemplateError) as error:
-            return str(error)
-        encoded = self.columns_of(prompt, ids, np.asarray(ids) != processor.image_token_id)
-        return encoded and {**encoded, "images": len(read.sources), "tiles": tiles}
-
-    def fault(self, row: Any) -> str | None:
-        """As `tokenized.Encoder.fault`."""
-        encoded = self._encode(row)
-        return encoded if isinstance(encoded, str) else None
-
-    def encode(self, rows: list[Any]) -> list[Encoded]:
-        """As `tokenized.Encoder.encode`."""
-        return [self._encode(row) for row in rows]
+    def _with_images(self, row: Any, read: image_rows.ImageRow) -> tuple[dict[str, Any] | None, int]:
+        processor, columns, template = self.reader.processor, self.row_columns, self.template.of_row(row)
+        prompt: list[int] = []
+        if len(columns) == 2:
+            messages = read.messages[columns[0]]
+            text = template.render(messages, generation_prompt=True, column=columns[0])
+            blocks = [block for message in messages for block in message.get("content") or ()]
+            count = sum(block["type"] == "image" for block in blocks)
+            prompt = processor.encode(text, read.sources[:count], self.tokenizer)[0]
+        messages = [message for column in columns for message in read.messages[column]]
+        text = template.render(messages, generation_prompt=False, column=columns[-1])
+        ids, tiles = processor.encode(text, read.sources, self.tokenizer)
+        return self.columns_of(prompt, ids, np.asarray(ids) != processor.image_token_id), tiles
 
     def _notes(self, tokenized: Tokenized) -> list[str]:
         return [image_rows.note_of(tokenized), *super()._notes(tokenized)]
@@ -372,21 +356,21 @@ class TextEncoder(_Encoder):
         encoded = iter(map(self._columns, prompts, row_texts.join_completions(prompts, completions, self.tokenizer)))
         return [next(encoded) if fault is None else fault for fault in faults]
 
-    def _columns(self, prompt: row_texts.FittedPrompt | None, whole: row_texts.FittedPrompt | None) -> Encoded:
+    def _columns(self, prompt: row_texts.FittedPrompt | None, sequence: row_texts.FittedPrompt | None) -> Encoded:
         """The columns of a row; None for one that is left out."""
         if prompt is None or len(prompt.ids) >= self.max_length:
             return None
-        too_long, length = len(whole.ids) > self.max_length, len(prompt.ids)
+        too_long, length = len(sequence.ids) > self.max_length, len(prompt.ids)
         if too_long and self.query_overflow == "drop":
             return None
-        if self.completion_only and length >= len(whole.ids):  # as TRL, no row without a loss
+        if self.completion_only and length >= len(sequence.ids):  # as TRL, no row without a loss
             return None
         return {
-            "tokens": whole.ids[: self.max_length],
+            "tokens": sequence.ids[: self.max_length],
             "prompt_length": length,
-            "truncated": too_long or whole.truncated,
-            "mismatched": whole.ids[:length] != prompt.ids,
-            "begun": whole.begun,
+            "truncated": too_long or sequence.truncated,
+            "mismatched": sequence.ids[:length] != prompt.ids,
+            "begun": sequence.begun,
         }
 
 

@@ -44,14 +44,14 @@ class Format:
         """The row with these columns; a `MalformedRow` where one that they need is no text or number."""
         if not isinstance(row, Mapping):
             return row
-        made = {}
+        columns = {}
         for name, parts in self._parts.items():
             for _, column in parts:
                 if column is not None and not isinstance(row.get(column), str | int | float):
                     what = "is missing" if column not in row else f"is {type(row[column]).__name__}, not text"
                     return MalformedRow(f"{column!r}, of which the format of {name!r} is made, {what}")
-            made[name] = "".join(literal + ("" if column is None else str(row[column])) for literal, column in parts)
-        return {**row, **made}
+            columns[name] = "".join(literal + ("" if column is None else str(row[column])) for literal, column in parts)
+        return {**row, **columns}
 
 
 def formatted(rows: Rows, columns: Mapping[str, str]) -> Rows:

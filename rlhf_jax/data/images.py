@@ -25,7 +25,7 @@ from rlhf_jax import storage
 from rlhf_jax.data import chat
 from rlhf_jax.data.files import MalformedRow, Rows, type_with_article
 from rlhf_jax.data.ragged import Lazy
-from rlhf_jax.data.tokenized import Kind, Tokenized
+from rlhf_jax.data.tokenized import Encoded, Kind, Tokenized
 from rlhf_jax.data.tokenizer import Tokenizer
 from rlhf_jax.errors import UserError
 from rlhf_jax.types import Images
@@ -189,8 +189,8 @@ class ImageProcessor:
         options = {"do_rescale": False, "do_normalize": False, "do_convert_rgb": True, "return_row_col_info": True}
         out = self.hf.preprocess([[image]], **options)
         pixels = np.asarray(out["pixel_values"])[0]
-        whole = np.asarray(out.get("pixel_attention_mask", 1)).all()
-        if pixels.shape[1:] != (3, self.size, self.size) or not whole:
+        unpadded = np.asarray(out.get("pixel_attention_mask", 1)).all()
+        if pixels.shape[1:] != (3, self.size, self.size) or not unpadded:
             raise ImageError(
                 f"an image of {image.width} x {image.height} becomes tiles of {pixels.shape[2]} x {pixels.shape[3]} by "
                 f"{self.name}, but the model reads {self.size} x {self.size}"
@@ -255,9 +255,9 @@ class ImageProcessor:
         for row, sources in zip(pixels, rows, strict=True):
             start = 0
             for source in sources:
-                own = self.tiles(source.read())[0]
-                row[start : start + len(own)] = own
-                start += len(own)
+                image_tiles = self.tiles(source.read())[0]
+                row[start : start + len(image_tiles)] = image_tiles
+                start += len(image_tiles)
         return Images(pixels, *self.normalization)
 
     @property
@@ -375,9 +375,9 @@ def holds_decoded(rows: Rows, columns: Sequence[str]) -> bool:
     column, first = column_of(rows), itertools.islice(encoded(rows), _FIRST)
     for row in first if column else ():
         value = None if isinstance(row, MalformedRow) else row.get(column)
-        for one in value if isinstance(value, list | tuple) else (value,):
-            if one is not None:
-                return not isinstance(one, str)
+        for image in value if isinstance(value, list | tuple) else (value,):
+            if image is not None:
+                return not isinstance(image, str)
     return _holds_blocks(rows, columns)
 
 
@@ -455,16 +455,18 @@ def read_row(
     if isinstance(row, MalformedRow):
         raise ImageError(str(row))
     column = next((name for name in COLUMNS if name in row), None)
-    given = row.get(column) if column else None
+    images = row.get(column) if column else None
     if column == "image":
-        given = [] if given is None else [given]
-    elif given is not None and not isinstance(given, list | tuple):
-        raise ImageError(f"'images' is {type_with_article(given)}, not a list; a column of one image is called 'image'")
+        images = [] if images is None else [images]
+    elif images is not None and not isinstance(images, list | tuple):
+        raise ImageError(
+            f"'images' is {type_with_article(images)}, not a list; a column of one image is called 'image'"
+        )
     present = [name for name in columns if name in row]
     plain = {name: _flattened(row[name]) if isinstance(row[name], list) else row[name] for name in present}
     if (reason := fault(plain)) is not None:
         raise ImageError(reason)
-    waiting, sources = list(given or ()), []
+    waiting, sources = list(images or ()), []
     messages: dict[str, chat.Conversation] = {name: [] for name in columns}
     placed = False
     for name in columns:
@@ -478,13 +480,13 @@ def read_row(
                 continue
             if isinstance(content, str):
                 first = message["role"] == "user" and not placed
-                blocks = [{"type": "image"}] * (len(given or ()) if first else 0)
+                blocks = [{"type": "image"}] * (len(images or ()) if first else 0)
                 content, placed = [*blocks, {"type": "text", "text": content}], placed or first
             taken = [_block(block, waiting, sources, processor, folder, where) for block in content]
             messages[name].append({**message, "content": taken})
     if waiting:
         raise ImageError(
-            f"{column!r} has {len(given)} images, but the conversation has places for {len(given) - len(waiting)}: "
+            f"{column!r} has {len(images)} images, but the conversation has places for {len(images) - len(waiting)}: "
             "give a block {'type': 'image'} for each, or text as the first message of the user"
         )
     return ImageRow(messages, tuple(sources))
@@ -628,9 +630,40 @@ class RowReader:
 
     def images(self, tokenized: Tokenized, column: str | None) -> DataImages:
         """The images of the rows that are kept, which are read when they are needed; `column` as `DataImages`."""
-        table, kept = tokenized.rows.table, tokenized.kept
-        sources = Lazy(len(kept), lambda index: self.read(table[int(kept[index])]).sources)
+        table, row_indices = tokenized.rows.table, tokenized.kept
+        sources = Lazy(len(row_indices), lambda index: self.read(table[int(row_indices[index])]).sources)
         return DataImages(self.processor, sources, int(tokenized.numbers("tiles").max()), column)
+
+
+class ImageEncoder:
+    """What `tokenized.Encoder`s of rows with images share. Images are read at each start: their files may change under
+    the names that rows have, so tokens are not cached."""
+
+    reader: RowReader
+
+    def identity(self) -> None:
+        """As `tokenized.Encoder.identity`."""
+
+    def _with_images(self, row: Any, read: ImageRow) -> tuple[dict[str, Any] | None, int]:
+        """(columns of a row, or None for one that is too long; its tiles)"""
+        raise NotImplementedError
+
+    def _encoded(self, row: Any) -> Encoded:
+        try:
+            read = self.reader.read(row)
+            columns, tiles = self._with_images(row, read)
+        except (ImageError, chat.ChatTemplateError) as error:
+            return str(error)
+        return None if columns is None else {**columns, "images": len(read.sources), "tiles": tiles}
+
+    def fault(self, row: Any) -> str | None:
+        """As `tokenized.Encoder.fault`."""
+        encoded = self._encoded(row)
+        return encoded if isinstance(encoded, str) else None
+
+    def encode(self, rows: list[Any]) -> list[Encoded]:
+        """As `tokenized.Encoder.encode`."""
+        return [self._encoded(row) for row in rows]
 
 
 def folder_of(rows: Rows) -> str | None:

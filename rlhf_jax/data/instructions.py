@@ -42,9 +42,9 @@ def known_instructions() -> dict[str, tuple[Instruction, ...]]:
     topics = tomllib.loads(pathlib.Path(__file__).with_suffix(".toml").read_text("utf-8"))
     return {
         split: tuple(
-            Instruction(text, topic, tuple(known["words"]))
-            for topic, known in topics[split].items()
-            for text in known["instructions"]
+            Instruction(text, topic, tuple(entry["words"]))
+            for topic, entry in topics[split].items()
+            for text in entry["instructions"]
         )
         for split in SIZES
     }
@@ -88,9 +88,9 @@ def _json(rng: np.random.Generator, words: tuple[str, ...]) -> _Required:
 
 
 def _keywords(rng: np.random.Generator, words: tuple[str, ...]) -> _Required:
-    wanted = _some(rng, words, int(rng.integers(1, 3)))
-    names = " and ".join(f'"{word}"' for word in wanted)
-    return f"Use the word{'s' if len(wanted) > 1 else ''} {names}.", {"keywords": wanted}
+    keywords = _some(rng, words, int(rng.integers(1, 3)))
+    names = " and ".join(f'"{word}"' for word in keywords)
+    return f"Use the word{'s' if len(keywords) > 1 else ''} {names}.", {"keywords": keywords}
 
 
 def _forbidden(rng: np.random.Generator, words: tuple[str, ...]) -> _Required:

@@ -96,22 +96,22 @@ def built_in(source: str) -> BuiltIn | None:
     return BUILT_IN.get(source)
 
 
-def _read_built_in(name: str, known: BuiltIn, kind: str, split: str, size: int | None, seed: int) -> Rows:
+def _read_built_in(name: str, dataset: BuiltIn, kind: str, split: str, size: int | None, seed: int) -> Rows:
     """Rows of a built-in data set. Making thousands takes seconds, so they are cached."""
     title = f"{name} {kind} ({split})"
-    fingerprint = [name, kind, split, size, seed, *known.identity()]
-    rows = known.sizes.get(split, 0) if size is None else size
-    if known.cached_rows is None or rows < known.cached_rows:
-        return from_dataset(known.load(kind, split, size, seed), title)
+    fingerprint = [name, kind, split, size, seed, *dataset.identity()]
+    rows = dataset.sizes.get(split, 0) if size is None else size
+    if dataset.cached_rows is None or rows < dataset.cached_rows:
+        return from_dataset(dataset.load(kind, split, size, seed), title)
 
     def write(folder: str) -> dict[str, Any]:
-        write_table(known.load(kind, split, size, seed), folder)
+        write_table(dataset.load(kind, split, size, seed), folder)
         return {}
 
     entry = arrow_cache.cached(arrow_cache.key_of(fingerprint), title, write)
-    table = known.load(kind, split, size, seed) if entry is None else entry.table
-    made = from_dataset(table, title, fingerprint)
-    return made if known.note is None else made.noted(known.note(table))
+    table = dataset.load(kind, split, size, seed) if entry is None else entry.table
+    loaded_rows = from_dataset(table, title, fingerprint)
+    return loaded_rows if dataset.note is None else loaded_rows.noted(dataset.note(table))
 
 
 def load_rows(
@@ -185,8 +185,8 @@ def _read(
     """The rows of one split, of a built-in data set at least the first `max_samples`; see `load_rows`."""
     if isinstance(source, str | os.PathLike):
         source = storage.local_copy(os.fspath(source))
-        if (known := built_in(source)) is not None:
-            return _read_built_in(source, known, kind, split, max_samples, seed)
+        if (dataset := built_in(source)) is not None:
+            return _read_built_in(source, dataset, kind, split, max_samples, seed)
         if os.path.isfile(source):
             return read_file(source, text_columns)
         if os.path.isdir(source):
@@ -301,7 +301,8 @@ def eval_sets(config: DataOptions, kind: str, dataset: Any = None) -> dict[str, 
     if sources is None:
         return {"": load_rows(source, split=split, **limits)}
     return {
-        name: load_rows(one, split=split, label=f"evaluation set {name!r}", **limits) for name, one in sources.items()
+        name: load_rows(eval_source, split=split, label=f"evaluation set {name!r}", **limits)
+        for name, eval_source in sources.items()
     }
 
 

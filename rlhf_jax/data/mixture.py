@@ -49,10 +49,13 @@ def load_training_rows(config: DataOptions, kind: str, dataset: Any = None) -> T
         return TrainingRows(((load_train_split(config, kind, dataset), config),))
     configs = [config.of_entry(entry) for entry in entries]
     formats = [Format(entry.get("format") or {}) for entry in entries]
-    rows = [load_train_split(one, kind, text_columns=form.columns) for one, form in zip(configs, formats, strict=True)]
+    rows = [
+        load_train_split(entry_config, kind, text_columns=form.columns)
+        for entry_config, form in zip(configs, formats, strict=True)
+    ]
     if "fraction" in entries[0]:
         rows = _fractions(rows, [entry["fraction"] for entry in entries])
-    rows = [formatted(one, entry["format"]) if entry.get("format") else one for one, entry in zip(rows, entries)]
+    rows = [formatted(part, entry["format"]) if entry.get("format") else part for part, entry in zip(rows, entries)]
     weights = tuple(float(entry["weight"]) for entry in entries) if "weight" in entries[0] else None
     return TrainingRows(tuple(zip(rows, configs, strict=True)), True, weights)
 
@@ -60,12 +63,12 @@ def load_training_rows(config: DataOptions, kind: str, dataset: Any = None) -> T
 def _fractions(rows: Sequence[Rows], fractions: Sequence[float]) -> list[Rows]:
     """The first rows of each set, so that they have these shares and none is repeated, as in TRL."""
     shares = [fraction / sum(fractions) for fraction in fractions]
-    total = min(len(one) / share for one, share in zip(rows, shares, strict=True))
+    total = min(len(part) / share for part, share in zip(rows, shares, strict=True))
     counts = [round(share * total) for share in shares]
-    for one, count in zip(rows, counts, strict=True):
+    for part, count in zip(rows, counts, strict=True):
         if not count:
-            raise UserError(f"datasets: {one.name} has {len(one)} rows, of which its fraction leaves none")
-    return [one.first(count) for one, count in zip(rows, counts, strict=True)]
+            raise UserError(f"datasets: {part.name} has {len(part)} rows, of which its fraction leaves none")
+    return [part.first(count) for part, count in zip(rows, counts, strict=True)]
 
 
 def mixed(parts: Sequence[Data], weights: Sequence[float] | None, length_buckets: Sequence[int] | None) -> Data:
@@ -86,8 +89,10 @@ def mixed(parts: Sequence[Data], weights: Sequence[float] | None, length_buckets
         if all(value is None for value in values):
             continue
         if any(value is None for value in values):
-            of = {value is None: report.name for value, report in zip(values, reports, strict=True)}
-            raise UserError(f"datasets: {of[False]} has conversations and {of[True]} has texts; give one or the other")
+            names = {value is None: report.name for value, report in zip(values, reports, strict=True)}
+            raise UserError(
+                f"datasets: {names[False]} has conversations and {names[True]} has texts; give one or the other"
+            )
         fields[name] = np.concatenate(values) if isinstance(values[0], np.ndarray) else Chained(values)
     sizes = [len(part) for part in parts]
     shares = None if weights is None else Shares(tuple(sizes), tuple(weights))

@@ -121,11 +121,11 @@ class DataOptions(LengthOptions):
             if self.datasets is not None:
                 yield "datasets is empty; give a list of dicts with 'path', or leave it out."
             return
-        known = [*NAMES, *OWN, *(name for name in ENTRY_OPTIONS if name in vars(self))]
+        allowed_keys = [*NAMES, *OWN, *(name for name in ENTRY_OPTIONS if name in vars(self))]
         for number, entry in enumerate(self.datasets, 1):
             where = f"datasets, entry {number}"
-            if unknown := sorted(entry.keys() - set(known)):
-                yield f"{where}: {', '.join(unknown)} is not known; it takes {', '.join(known)}."
+            if unknown := sorted(entry.keys() - set(allowed_keys)):
+                yield f"{where}: {', '.join(unknown)} is not known; it takes {', '.join(allowed_keys)}."
             if not isinstance(entry.get("path"), str) or not entry["path"]:
                 yield f"{where} has no 'path': a hub name, a file or folder, or a built-in task."
             for name in ("weight", "fraction"):

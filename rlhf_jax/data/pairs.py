@@ -205,18 +205,18 @@ class PairEncoder:
         good = [row for row, fault in zip(rows, faults, strict=True) if fault is None]
         texts = [row_texts.prompt_text(row, self.prompt_columns) for row in good]
         prompts = row_texts.fit_prompts(texts, self.tokenizer, self.query_length, self.query_overflow)
-        wholes = (
+        sequences = (
             row_texts.join_completions(prompts, [row[name] for row in good], self.tokenizer)
             for name in self.completion_columns
         )
-        made = iter(map(self._joined, good, *wholes))
-        return [next(made) if fault is None else fault for fault in faults]
+        encoded_rows = iter(map(self._joined, good, *sequences))
+        return [next(encoded_rows) if fault is None else fault for fault in faults]
 
-    def _joined(self, row: Any, *wholes: row_texts.FittedPrompt | None) -> Encoded:
-        if wholes[0] is None:
+    def _joined(self, row: Any, *sequences: row_texts.FittedPrompt | None) -> Encoded:
+        if sequences[0] is None:
             return None
-        begun = any(whole.begun for whole in wholes)
-        return self._columns(row, [whole.ids for whole in wholes], wholes[0].truncated, begun)
+        begun = any(sequence.begun for sequence in sequences)
+        return self._columns(row, [sequence.ids for sequence in sequences], sequences[0].truncated, begun)
 
     def _columns(self, row: Any, pair: list[list[int]], cut: bool, begun: bool = False) -> Encoded:
         """The columns of a row; None for one that is left out."""

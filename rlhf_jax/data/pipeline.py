@@ -56,7 +56,7 @@ def load(
     if processor is not None and options.datasets:
         raise UserError("datasets: images are read from one data set; give it as dataset_name")
     loaded = dataset if isinstance(dataset, TrainingRows) else load_training_rows(options, kind.source, dataset)
-    parts = [from_rows(kind, rows, own, tokenizer, processor) for rows, own in loaded.sets]
+    parts = [from_rows(kind, rows, set_options, tokenizer, processor) for rows, set_options in loaded.sets]
     return mixed(parts, loaded.weights, options.length_buckets) if loaded.is_mixture else parts[0]
 
 

@@ -65,11 +65,11 @@ class PromptData(batches.Batched[PromptBatch]):
         """As `Batched.encoder`. Synthetic prompts keep their demonstrations as column 'completion'."""
         column = options.prompt_column
         is_post = set(row_texts.TEMPLATE_COLUMNS) <= set(rows.column_names)
-        whole = column if column == "prompt" and not is_post else None
-        if options.environment_factory and whole is not None and whole not in rows.column_names:
-            rows = rows.mapped(_without_prompt, [whole], "no prompt")
+        messages_column = column if column == "prompt" and not is_post else None
+        if options.environment_factory and messages_column is not None and messages_column not in rows.column_names:
+            rows = rows.mapped(_without_prompt, [messages_column], "no prompt")
         rows = rows if processor is None else image_rows.encoded(rows)
-        rows = conversation_forms.house_form(rows, (column,), whole=whole, answer="completion")
+        rows = conversation_forms.house_form(rows, (column,), whole=messages_column, answer="completion")
         columns = row_texts.prompt_columns(rows, column)
         if processor is not None:
             template = chat.ChatTemplate(tokenizer, options.chat_template_kwargs)
@@ -214,10 +214,10 @@ class PromptEncoder:
             text, prompt = next(encoded)
             if prompt is None:
                 return None
-            known = text if rendered else None
+            stored_text = text if rendered else None
             if prompt.truncated:
-                known = self.tokenizer.decode(prompt.ids[start:]) if prompt.text is None else prompt.text
-            return {"tokens": prompt.ids, "text": known, "truncated": prompt.truncated, "begun": prompt.begun}
+                stored_text = self.tokenizer.decode(prompt.ids[start:]) if prompt.text is None else prompt.text
+            return {"tokens": prompt.ids, "text": stored_text, "truncated": prompt.truncated, "begun": prompt.begun}
 
         return [fault if fault is not None else one() for _, fault in texts]
 
@@ -233,24 +233,24 @@ class PromptEncoder:
 
     def data(self, tokenized: Tokenized, length_buckets: Sequence[int] | None) -> PromptData:
         """As `tokenized.Encoder.data`; texts and columns are read when they are needed."""
-        table, columns, kept = tokenized.rows.table, self.prompt_columns, tokenized.kept
-        row_texts.check_any_kept(tokenized.rows, len(kept), self._limit)
+        table, columns, row_indices = tokenized.rows.table, self.prompt_columns, tokenized.kept
+        row_texts.check_any_kept(tokenized.rows, len(row_indices), self._limit)
         tokens = tokenized.ragged("tokens")
         buckets, report = row_texts.buckets_and_report(
             tokenized,
             tokens,
             length_buckets=length_buckets,
             truncated=tokenized.count("truncated"),
-            note=self._note(tokenized, len(tokenized.table) - tokenized.bad - len(kept)),
+            note=self._note(tokenized, len(tokenized.table) - tokenized.bad - len(row_indices)),
             template_date=None if self.template is None else self.template.date,
         )
 
         def row(index: int) -> dict[str, Any]:
-            return table[int(kept[index])]
+            return table[int(row_indices[index])]
 
         def text(index: int) -> str:
-            known = tokenized.text(index)
-            return row_texts.prompt_text(row(index), columns) if known is None else known
+            stored_text = tokenized.text(index)
+            return row_texts.prompt_text(row(index), columns) if stored_text is None else stored_text
 
         def raw(index: int) -> dict[str, Any]:
             values = row(index)
@@ -258,12 +258,12 @@ class PromptEncoder:
 
         return PromptData(
             tokens,
-            Lazy(len(kept), text),
-            Lazy(len(kept), raw),
+            Lazy(len(row_indices), text),
+            Lazy(len(row_indices), raw),
             self.tokenizer.pad_id,
             buckets,
             report,
-            None if self.template is None else Lazy(len(kept), lambda index: self._conversation(row(index))),
+            None if self.template is None else Lazy(len(row_indices), lambda index: self._conversation(row(index))),
             self.shuffle,
             tokenized.meta.get("fingerprint"),
             tuple(tokenized.meta["columns"]) if "columns" in tokenized.meta else None,
@@ -283,9 +283,9 @@ class PromptEncoder:
         return None
 
 
-class ImagePromptEncoder(PromptEncoder):
-    """The `tokenized.Encoder` of conversations with images, which are read at each start. One that is too long is
-    dropped, since its images cannot be cut."""
+class ImagePromptEncoder(image_rows.ImageEncoder, PromptEncoder):
+    """The `tokenized.Encoder` of conversations with images. One that is too long is dropped, since its images cannot be
+    cut."""
 
     columns = {**PromptEncoder.columns, **image_rows.COUNTS}
 
@@ -300,29 +300,13 @@ class ImagePromptEncoder(PromptEncoder):
         super().__init__(tokenizer, columns, template, options)
         self.reader = reader
 
-    def identity(self) -> None:
-        """None: files of images may change under the names that rows have."""
-
-    def _encode(self, row: Any) -> Encoded:
-        try:
-            read, (column,) = self.reader.read(row), self.prompt_columns
-            text = self.template.of_row(row).render(read.messages[column], generation_prompt=True, column=column)
-            ids, tiles = self.reader.processor.encode(text, read.sources, self.tokenizer)
-        except (image_rows.ImageError, chat.ChatTemplateError) as error:
-            return str(error)
+    def _with_images(self, row: Any, read: image_rows.ImageRow) -> tuple[dict[str, Any] | None, int]:
+        (column,) = self.prompt_columns
+        text = self.template.of_row(row).render(read.messages[column], generation_prompt=True, column=column)
+        ids, tiles = self.reader.processor.encode(text, read.sources, self.tokenizer)
         if len(ids) > self.query_length:
-            return None
-        counts = {"images": len(read.sources), "tiles": tiles}
-        return {"tokens": ids, "text": text, "truncated": False, "begun": False, **counts}
-
-    def fault(self, row: Any) -> str | None:
-        """As `tokenized.Encoder.fault`."""
-        encoded = self._encode(row)
-        return encoded if isinstance(encoded, str) else None
-
-    def encode(self, rows: list[Any]) -> list[Encoded]:
-        """As `tokenized.Encoder.encode`."""
-        return [self._encode(row) for row in rows]
+            return None, tiles
+        return {"tokens": ids, "text": text, "truncated": False, "begun": False}, tiles
 
     def _note(self, tokenized: Tokenized, dropped: int) -> str:
         return image_rows.note_of(tokenized)

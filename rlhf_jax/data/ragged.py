@@ -36,8 +36,8 @@ class Ragged(Sequence[np.ndarray]):
     @classmethod
     def of_lists(cls, lists: Sequence[Sequence[int]]) -> Ragged:
         """A copy of sequences of whole numbers."""
-        offsets = np.concatenate([[0], np.cumsum([len(one) for one in lists], dtype=np.int64)])
-        values = np.fromiter((value for one in lists for value in one), np.int32, int(offsets[-1]))
+        offsets = np.concatenate([[0], np.cumsum([len(sequence) for sequence in lists], dtype=np.int64)])
+        values = np.fromiter((value for sequence in lists for value in sequence), np.int32, int(offsets[-1]))
         return cls([(offsets, values)])
 
     @classmethod

@@ -88,10 +88,10 @@ def parse(name: str) -> Source:
       UserError: a part is no PARAMETER=VALUE, or an option has an impossible value.
     """
     task, _, query = name.removeprefix(PREFIX).partition("?")
-    given: dict[str, Any] = {}
+    parameters: dict[str, Any] = {}
     if query.startswith("{"):
         try:
-            given = json.loads(query)
+            parameters = json.loads(query)
         except ValueError as error:
             raise UserError(f"{name}: the text after '?' is no JSON object: {error}") from error
     else:
@@ -100,11 +100,11 @@ def parse(name: str) -> Source:
             if not equals or not key:
                 raise UserError(f"{name}: {part!r} is not PARAMETER=VALUE")
             try:
-                given[key] = json.loads(value)
+                parameters[key] = json.loads(value)
             except ValueError:
-                given[key] = value
-    options = {key: given.pop(key) for key in _OPTIONS.keys() & given.keys()}
-    source = Source(task, given, **options)
+                parameters[key] = value
+    options = {key: parameters.pop(key) for key in _OPTIONS.keys() & parameters.keys()}
+    source = Source(task, parameters, **options)
     kinds = {"seed": int, "size": int, "partial_scores": bool, "system_prompt": str}
     for key, kind in kinds.items():
         if key in options and type(options[key]) is not kind:
@@ -125,10 +125,10 @@ def written(answer: str, answer_format: AnswerFormat) -> str:
 
 def extracted(response: str, answer_format: AnswerFormat) -> str | None:
     """The answer in a response; None if it has none."""
-    found = _FORMATS[answer_format][1].findall(response)
-    if not found:
+    matches = _FORMATS[answer_format][1].findall(response)
+    if not matches:
         return None
-    return found[-1].replace(",", "") if answer_format == "number" else found[-1].strip()
+    return matches[-1].replace(",", "") if answer_format == "number" else matches[-1].strip()
 
 
 # --- the child process
@@ -180,8 +180,8 @@ def _stream(name: str, source: Source) -> Iterator[tuple[int, int, str, str | No
         for start in range(0, BLOCK, _CHUNK):
             request = ["rows", source.task, source.parameters, seed, start, start + _CHUNK]
             rows = _ask(name, request, _CHUNK)
-            for row, made in enumerate(rows, start):
-                yield (seed, row, *made)
+            for row, fields in enumerate(rows, start):
+                yield (seed, row, *fields)
             if len(rows) < _CHUNK:
                 raise UserError(f"{name}: a row took more than {ROW_SECONDS} s to make; choose an easier task")
         block += 1
@@ -244,10 +244,10 @@ def load_reasoning_gym(name: str, kind: str, split: str = "train", size: int | N
         if kind == "demonstrations":
             row["completion"] = None if answer is None else _completion(worked, answer, source.answer_format)
         table.append(row)
-    made = datasets.Dataset.from_list(table)
+    dataset = datasets.Dataset.from_list(table)
     if kind == "demonstrations" and all(row["completion"] is None for row in table):
-        made = made.remove_columns("completion")
-    return made
+        dataset = dataset.remove_columns("completion")
+    return dataset
 
 
 def _completion(worked: str | None, answer: str, answer_format: AnswerFormat) -> list[dict[str, str]]:
@@ -291,10 +291,10 @@ def score(record: str, response: str) -> Scored:
     Raises:
       UserError: the package is not installed, or another version of it makes another row.
     """
-    known = json.loads(record)
-    answer = extracted(response, known["answer_format"])
+    fields = json.loads(record)
+    answer = extracted(response, fields["answer_format"])
     if answer is None:
-        return Scored(0.0, None, known["task"])
-    replies = _ask("reasoning_gym_reward", ["score", *known["row"], answer])
+        return Scored(0.0, None, fields["task"])
+    replies = _ask("reasoning_gym_reward", ["score", *fields["row"], answer])
     value = replies[0] if replies else 0.0
-    return Scored(value if known["partial_scores"] or value >= 1 else 0.0, answer, known["task"])
+    return Scored(value if fields["partial_scores"] or value >= 1 else 0.0, answer, fields["task"])

@@ -67,9 +67,9 @@ def part(entry, make):
         raise Unusable(
             'composite: datasets is a list of {"name": TASK, "weight": NUMBER, "config": {PARAMETER: VALUE}}'
         )
-    own = dataclasses.asdict(configuration(entry["name"], entry.get("config", {})))
-    own = {name: value for name, value in own.items() if name not in ("seed", "size")}
-    return make(name=entry["name"], weight=float(entry.get("weight", 1.0)), config=own)
+    config = dataclasses.asdict(configuration(entry["name"], entry.get("config", {})))
+    config = {name: value for name, value in config.items() if name not in ("seed", "size")}
+    return make(name=entry["name"], weight=float(entry.get("weight", 1.0)), config=config)
 
 
 @functools.lru_cache(maxsize=32)
@@ -91,22 +91,22 @@ def entry(task: str, parameters: str, seed: int, row: int) -> dict:
     return dataset(task, parameters, seed)[row]
 
 
-def shown(made: dict, task: str) -> list:
+def shown(row: dict, task: str) -> list:
     """What the parent sees of a row."""
-    metadata = made["metadata"]
+    metadata = row["metadata"]
     worked = next((metadata[name] for name in WORKED_ANSWERS if metadata.get(name)), None)
-    answer = made["answer"] if made["answer"] is None else str(made["answer"])
-    return [made["question"], answer, worked, metadata.get("source_dataset", task)]
+    answer = row["answer"] if row["answer"] is None else str(row["answer"])
+    return [row["question"], answer, worked, metadata.get("source_dataset", task)]
 
 
 def score(task: str, parameters: str, seed: int, row: int, checksum: int, answer: str) -> float:
     """The verifier's score of an answer; 0 where it raises an exception."""
-    made = entry(task, parameters, seed, row)
-    if zlib.crc32(made["question"].encode()) != checksum:
+    package_row = entry(task, parameters, seed, row)
+    if zlib.crc32(package_row["question"].encode()) != checksum:
         raise Unusable(f"{task}: this version of reasoning-gym makes another question than the one in the data")
     try:
         random.seed(0)  # a score must not depend on the rows before it
-        return float(dataset(task, parameters, seed).score_answer(answer, made))
+        return float(dataset(task, parameters, seed).score_answer(answer, package_row))
     except Exception:  # of any kind: the answer is a model's
         return 0.0
 

@@ -96,7 +96,7 @@ def fit_prompts(
     does; None for one that is dropped. `rendered`: a chat template made the texts."""
     start, ids, begun = _split_start(tokenizer.encode_batch(texts), tokenizer, rendered)
     room = sys.maxsize if query_length is None else query_length - len(start)
-    long = [len(own) > room for own in ids]
+    long = [len(prompt_ids) > room for prompt_ids in ids]
     if query_overflow == "truncate":
         fitted = fit_prompts_by_post(texts, tokenizer.encode_batch, ids, room)
     else:
@@ -121,21 +121,21 @@ def join_completions(
     ids = tokenizer.encode_batch(texts)
     start, stripped, begun = _split_start(ids, tokenizer, rendered)
     joined: list[FittedPrompt | None] = []
-    for prompt, text, apart, own, has in zip(prompts, texts, ids, stripped, begun, strict=True):
+    for prompt, text, apart, stripped_ids, has in zip(prompts, texts, ids, stripped, begun, strict=True):
         if prompt is None:
             joined.append(None)
             continue
-        whole = prompt.ids + apart if prompt.text is None else start + own
+        joined_ids = prompt.ids + apart if prompt.text is None else start + stripped_ids
         end = [] if apart and apart[-1] == tokenizer.eos_id else [tokenizer.eos_id]
         joined.append(
-            FittedPrompt(whole + end, text, prompt.truncated, prompt.begun or (has and prompt.text is not None))
+            FittedPrompt(joined_ids + end, text, prompt.truncated, prompt.begun or (has and prompt.text is not None))
         )
     return joined
 
 
-def begun_note(made: Tokenized, tokenizer: Tokenizer) -> str | None:
+def begun_note(tokenized: Tokenized, tokenizer: Tokenizer) -> str | None:
     """A remark about the rows with the flag 'begun', if there are any."""
-    rows = made.count("begun")
+    rows = tokenized.count("begun")
     mark = repr(tokenizer.decode(tokenizer.start_ids())) if rows else ""
     which = "1 row begins" if rows == 1 else f"{rows} rows begin"
     return f"{which} with {mark}, which is not added again" if rows else None
@@ -148,14 +148,14 @@ def identity(tokenizer: Tokenizer, template: Any, *options: Any) -> Any:
     return None if parts[0] is None or (template is not None and parts[1] is None) else [*parts, *options]
 
 
-def check_any_kept(rows: Rows, kept: int, limit: str) -> None:
+def check_any_kept(rows: Rows, kept_count: int, limit: str) -> None:
     """UserError if every row was too long."""
-    if not kept:
+    if not kept_count:
         raise UserError(f"{rows.name}: all {len(rows)} rows are longer than {limit}; raise it, or use shorter texts")
 
 
 def buckets_and_report(
-    made: Tokenized,
+    tokenized: Tokenized,
     *sequences: Sequence[np.ndarray],
     length_buckets: Sequence[int] | None,
     truncated: int,
@@ -165,7 +165,7 @@ def buckets_and_report(
     """The length buckets of a data set and the report on its rows.
 
     Args:
-      made: the tokens of all rows.
+      tokenized: the tokens of all rows.
       *sequences: token sequences of the kept rows, one list for each column.
       length_buckets: as configured; None: `default_buckets`.
       truncated: number of truncated rows.
@@ -179,17 +179,17 @@ def buckets_and_report(
     longest = int(max(lengths.max() for lengths in sizes))
     buckets = tuple(length_buckets or batches.default_buckets(longest))
     batches.bucket(longest, buckets)
-    read, kept = len(made.rows), len(sequences[0])
+    read, kept_count = len(tokenized.rows), len(sequences[0])
     return buckets, batches.DataReport(
-        name=made.rows.name,
+        name=tokenized.rows.name,
         read=read,
-        kept=kept,
-        bad=made.bad,
+        kept=kept_count,
+        bad=tokenized.bad,
         truncated=truncated,
-        dropped=read - made.bad - kept,
+        dropped=read - tokenized.bad - kept_count,
         longest=longest,
         tokens=int(sum(lengths.sum() for lengths in sizes)),
-        first_bad=made.first_bad,
-        note="; ".join(filter(None, (made.rows.note, note))) or None,
+        first_bad=tokenized.first_bad,
+        note="; ".join(filter(None, (tokenized.rows.note, note))) or None,
         template_date=template_date,
     )

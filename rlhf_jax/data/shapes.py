@@ -87,8 +87,8 @@ def make_answer(problem: Problem, rng: np.random.Generator, error_rate: float, o
     """An answer, wrong and in another format at these rates."""
     answer = problem.solution
     if rng.random() < error_rate:
-        others = [one for one in QUESTIONS[problem.question] if one != answer]
-        answer = others[rng.integers(len(others))]
+        wrong_answers = [choice for choice in QUESTIONS[problem.question] if choice != answer]
+        answer = wrong_answers[rng.integers(len(wrong_answers))]
     return answer if rng.random() < other_format_rate else f"\\boxed{{{answer}}}"
 
 

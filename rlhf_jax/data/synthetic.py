@@ -107,9 +107,9 @@ def make_post(rng: np.random.Generator, split: str) -> Post:
         facts = tuple((verb, _random_object(rng, verb)) for verb in rng.permutation(list(FACTS))[:count].tolist())
         if split_of(facts) == split:
             break
-    opening, *others = rng.permutation(FILLERS)[: int(rng.integers(1, MAX_FILLERS + 1))].tolist()
+    opening, *fillers = rng.permutation(FILLERS)[: int(rng.integers(1, MAX_FILLERS + 1))].tolist()
     sentences = [f"i {verb} {obj}" for verb, obj in facts]
-    for sentence in others:
+    for sentence in fillers:
         sentences.insert(int(rng.integers(len(sentences) + 1)), sentence)
     post = " ".join(sentence + "." for sentence in (opening, *sentences))
     subreddit, title = SUBREDDITS[int(rng.integers(len(SUBREDDITS)))], TITLES[int(rng.integers(len(TITLES)))]
@@ -171,9 +171,9 @@ def count_facts(prompt: str, completion: str) -> FactCounts:
     fact, including those of invented, repeated and malformed facts."""
     facts = set(facts_of(prompt))
     claimed = {fact for part in completion.split(";") if (fact := _parse_fact(part.split())) is not None}
-    kept = len(claimed & facts)
+    kept_count = len(claimed & facts)
     words = len(re.findall(r"[^\s;]+", completion))
-    return FactCounts(kept, len(claimed) - kept, words - 2 * kept)
+    return FactCounts(kept_count, len(claimed) - kept_count, words - 2 * kept_count)
 
 
 def gold_reward(prompts: Sequence[str], completions: Sequence[str]) -> list[float]:

@@ -88,7 +88,7 @@ def _search(parts: PostParts, max_tokens: int) -> Search:
 
 def truncate_posts(posts: Sequence[PostParts], encode_batch: EncodeBatch, max_tokens: int) -> list[Cut | None]:
     """`truncate_post` of several posts, many texts at a time, which the tokenizer's threads share."""
-    found: list[Cut | None] = [None] * len(posts)
+    cuts: list[Cut | None] = [None] * len(posts)
     searches = {i: _search(post, max_tokens) for i, post in enumerate(posts)}
     asked = {i: next(search) for i, search in searches.items()}
     while asked:
@@ -98,9 +98,9 @@ def truncate_posts(posts: Sequence[PostParts], encode_batch: EncodeBatch, max_to
             try:
                 asked[i] = searches[i].send(answer)
             except StopIteration as end:
-                found[i] = end.value
+                cuts[i] = end.value
                 del asked[i]
-    return found
+    return cuts
 
 
 def truncate_post(parts: PostParts, encode: Encode, max_tokens: int) -> Cut | None:
@@ -128,11 +128,11 @@ def fit_prompts(
     """Truncates the ids of prompts: `truncate_post` for a post in the template, otherwise the last `max_tokens` ids,
     for which there is no text. None if the template alone is too long."""
     fitted: list[tuple[list[int], str | None] | None] = [
-        (own, text) if len(own) <= max_tokens else (own[-max_tokens:], None)
-        for own, text in zip(ids, prompts, strict=True)
+        (prompt_ids, text) if len(prompt_ids) <= max_tokens else (prompt_ids[-max_tokens:], None)
+        for prompt_ids, text in zip(ids, prompts, strict=True)
     ]
-    long = {i: parse_post(prompts[i]) for i, own in enumerate(ids) if len(own) > max_tokens}
+    long = {i: parse_post(prompts[i]) for i, prompt_ids in enumerate(ids) if len(prompt_ids) > max_tokens}
     posts = {i: parts for i, parts in long.items() if parts is not None}
-    for i, own in zip(posts, truncate_posts([*posts.values()], encode_batch, max_tokens), strict=True):
-        fitted[i] = own
+    for i, cut in zip(posts, truncate_posts([*posts.values()], encode_batch, max_tokens), strict=True):
+        fitted[i] = cut
     return fitted

@@ -72,5 +72,5 @@ def _flat(decoder: Any) -> list[dict[str, Any]]:
 def _byte_characters() -> list[str]:
     """The character that byte-level BPE writes for each byte: itself where it is printable, else from 256 on."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = iter(range(256, 512))
-    return [chr(byte if byte in printable else next(others)) for byte in range(256)]
+    code_points = iter(range(256, 512))
+    return [chr(byte if byte in printable else next(code_points)) for byte in range(256)]

@@ -150,19 +150,19 @@ def tokenize(
 
             path = os.path.join(folder, "table.arrow")
             run(path)
-            made = Tokenized(rows, datasets.Dataset.from_file(path).data.table, True, {})
-            made.check_bad(on_bad_row)
-            return encoder.data(made, None).describe()
+            tokenized = Tokenized(rows, datasets.Dataset.from_file(path).data.table, True, {})
+            tokenized.check_bad(on_bad_row)
+            return encoder.data(tokenized, None).describe()
 
         form = [type(encoder).__name__, dict(encoder.columns)]
         key = arrow_cache.key_of([rows.name, rows.fingerprint, *form, identity])
         if (entry := arrow_cache.cached(key, rows.name, write)) is not None:
-            made = Tokenized(rows, entry.table.data.table, True, entry.meta)
-            made.check_bad(on_bad_row)
-            return made
-    made = Tokenized(rows, run(None), False, {})
-    made.check_bad(on_bad_row)
-    return made
+            tokenized = Tokenized(rows, entry.table.data.table, True, entry.meta)
+            tokenized.check_bad(on_bad_row)
+            return tokenized
+    tokenized = Tokenized(rows, run(None), False, {})
+    tokenized.check_bad(on_bad_row)
+    return tokenized
 
 
 def _run(rows: Rows, encoder: Encoder, on_bad_row: str, num_proc: int | None, path: str | None) -> Any:
@@ -192,7 +192,7 @@ class _Batch:
 
     def __call__(self, start: int, stop: int) -> Any:
         encoded = self._encoder.encode(self._rows.slice(start, stop))
-        if self._raise_bad and (bad := next((one for one in encoded if isinstance(one, str)), None)) is not None:
+        if self._raise_bad and (bad := next((row for row in encoded if isinstance(row, str)), None)) is not None:
             raise _BadRowError(bad)
         return _table(encoded, self.columns)
 
@@ -232,13 +232,13 @@ def _table(encoded: list[Encoded], columns: Mapping[str, Kind]) -> Any:
     """The table of encoded rows."""
     import pyarrow as pa
 
-    known = [one if isinstance(one, dict) else {} for one in encoded]
+    row_columns = [row if isinstance(row, dict) else {} for row in encoded]
     arrays = {
-        "kept": pa.array([isinstance(one, dict) and LEFT_OUT not in one for one in encoded], pa.bool_()),
-        "fault": pa.array([one if isinstance(one, str) else None for one in encoded], pa.string()),
+        "kept": pa.array([isinstance(row, dict) and LEFT_OUT not in row for row in encoded], pa.bool_()),
+        "fault": pa.array([row if isinstance(row, str) else None for row in encoded], pa.string()),
     }
     for name, kind in columns.items():
-        values = [one.get(name) for one in known]
+        values = [row.get(name) for row in row_columns]
         if kind in ("tokens", "mask"):
             flat = pa.int32() if kind == "tokens" else pa.uint8()
             sizes = [0 if value is None else len(value) for value in values]
@@ -265,7 +265,7 @@ def _map(rows: Rows, batch: _Batch, num_proc: int | None, path: str | None) -> A
     num_proc = None if num_proc is None or num_proc < 2 else min(num_proc, len(rows))
     parts = path if path is None or num_proc is None else os.path.join(os.path.dirname(path), "part.arrow")
     with _progress(rows, num_proc), _Ahead(batch, len(rows)) if num_proc is None else _new_processes() as ahead:
-        made = datasets.Dataset(pa.table({"row": np.arange(len(rows))})).map(
+        dataset = datasets.Dataset(pa.table({"row": np.arange(len(rows))})).map(
             batch.of_indices if num_proc is not None else ahead.of_indices,
             batched=True,
             batch_size=BATCH,
@@ -278,7 +278,7 @@ def _map(rows: Rows, batch: _Batch, num_proc: int | None, path: str | None) -> A
             new_fingerprint="tokens",
             desc=f"Tokenizing {rows.name}",
         )
-    table = made.data.table
+    table = dataset.data.table
     if path != parts:  # one file, of whatever number of workers
         with pa.OSFile(path, "wb") as sink, pa.ipc.new_stream(sink, table.schema) as writer:
             writer.write_table(table)

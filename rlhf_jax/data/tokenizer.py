@@ -110,16 +110,16 @@ class Tokenizer:
 
         TRL encodes texts with it, and conversations without, since their template writes it.
         """
-        own = self.encode("a")
-        whole = self.hf("a", verbose=False)["input_ids"]
-        starts = (n for n in range(len(whole) - len(own) + 1) if whole[n : n + len(own)] == own)
-        return whole[: next(starts, 0)]
+        ids = self.encode("a")
+        full_ids = self.hf("a", verbose=False)["input_ids"]
+        starts = (n for n in range(len(full_ids) - len(ids) + 1) if full_ids[n : n + len(ids)] == ids)
+        return full_ids[: next(starts, 0)]
 
     def without_start(self, ids: Sequence[list[int]]) -> tuple[list[list[int]], list[bool]]:
         """Ids of texts without `start_ids`; and which texts began with them, as a chat template writes them."""
         start = self.start_ids()
-        begun = [bool(start) and own[: len(start)] == start for own in ids]
-        return [own[len(start) :] if has else own for own, has in zip(ids, begun, strict=True)], begun
+        begun = [bool(start) and text_ids[: len(start)] == start for text_ids in ids]
+        return [text_ids[len(start) :] if has else text_ids for text_ids, has in zip(ids, begun, strict=True)], begun
 
     def encode(self, text: str) -> list[int]:
         """Ids of a text, no special tokens added."""
@@ -240,12 +240,12 @@ def _separate_ids(hf: Any, rows: int | None) -> None:
     ids, backend = hf.get_vocab(), getattr(hf, "backend_tokenizer", None)
     if backend is None or len(set(ids.values())) == len(ids):
         return
-    known = backend.get_vocab(with_added_tokens=False)
-    added = sorted(ids.keys() - known.keys(), key=ids.__getitem__)
-    if hf.pad_token in added and rows is not None and max(known.values()) + len(added) >= rows:
+    vocabulary = backend.get_vocab(with_added_tokens=False)
+    added = sorted(ids.keys() - vocabulary.keys(), key=ids.__getitem__)
+    if hf.pad_token in added and rows is not None and max(vocabulary.values()) + len(added) >= rows:
         added.remove(hf.pad_token)
         hf.pad_token = None
-    if _fix_ids(hf, known) and added:
+    if _fix_ids(hf, vocabulary) and added:
         _add(hf, added)
 
 

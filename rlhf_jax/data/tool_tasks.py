@@ -129,8 +129,8 @@ def _load(name: str, kind: str, split: str = "train", size: int | None = None, s
         raise UserError(f"the data set {name!r} has no {kind}; it has prompts and demonstrations")
     rows = []
     for row in range(SIZES[split] if size is None else size):
-        made = _MAKERS[name](np.random.default_rng([seed, SPLITS.index(split), row]), split)
-        rows.append({key: value for key, value in made.items() if kind == "demonstrations" or key != "completion"})
+        columns = _MAKERS[name](np.random.default_rng([seed, SPLITS.index(split), row]), split)
+        rows.append({key: value for key, value in columns.items() if kind == "demonstrations" or key != "completion"})
     return datasets.Dataset.from_list(rows)
 
 

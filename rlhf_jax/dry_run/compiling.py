@@ -134,9 +134,9 @@ def compile_until_assigned(name: str, traced: Any, other_resident: int) -> Progr
             raise done[0]
         if done and done[0].refused:
             return done[0]
-        arguments, own = sizes(dumped(folder, _ALLOCATIONS).read_text())
+        arguments, temporaries = sizes(dumped(folder, _ALLOCATIONS).read_text())
         text, seconds = dumped(folder, _ASSIGNED).read_text(), time.perf_counter() - began
-    return Program(name, seconds, arguments, 0, own, 0, other_resident, traced=traced, dumped_text=text)
+    return Program(name, seconds, arguments, 0, temporaries, 0, other_resident, traced=traced, dumped_text=text)
 
 
 def _written(folder: str) -> bool:
@@ -147,13 +147,13 @@ def _written(folder: str) -> bool:
 
 def sizes(assignment: str) -> tuple[int, int]:
     """Bytes of a program's arguments, and of its temporaries and outputs, from XLA's list of allocations."""
-    arguments = own = 0
+    arguments = temporaries = 0
     for size, kind in re.findall(r"^allocation \d+: size (\d+), page \d+, (.*)$", assignment, re.MULTILINE):
         if "parameter" in kind:
             arguments += int(size)
         elif "preallocated-temp" in kind or "maybe-live-out" in kind:
-            own += int(size)
-    return arguments, own
+            temporaries += int(size)
+    return arguments, temporaries
 
 
 def dump_options(folder: str) -> dict[str, Any]:

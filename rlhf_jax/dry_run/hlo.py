@@ -88,17 +88,17 @@ class Cost:
 
 def computations(text: str) -> tuple[dict[str, list[Op]], str]:
     """Instructions by computation, and the name of the entry."""
-    found: dict[str, list[Op]] = {}
+    module: dict[str, list[Op]] = {}
     entry = current = ""
     for line in text.splitlines():
         if line.endswith("{") and not line.startswith((" ", "HloModule")):
             current = line.removeprefix("ENTRY ").split(" ", 1)[0].lstrip("%")
             entry = current if line.startswith("ENTRY") else entry
-            found[current] = []
+            module[current] = []
         elif current and (match := _OP.match(line)):
             root, name, shape, kind, rest = match.groups()
-            found[current].append(Op(name, shape, kind, rest, bool(root)))
-    return found, entry
+            module[current].append(Op(name, shape, kind, rest, bool(root)))
+    return module, entry
 
 
 def bytes_of(shape: str, in_memory: bool = False) -> int:
@@ -111,11 +111,11 @@ def bytes_of(shape: str, in_memory: bool = False) -> int:
     return total
 
 
-def _trips(op: Op, found: dict[str, list[Op]], unknown: int) -> int:
+def _trips(op: Op, module: dict[str, list[Op]], unknown: int) -> int:
     """Trip count of a loop: XLA's known count, else the loop bound over the counter's step, else `unknown`."""
     if match := re.search(r'known_trip_count"?:\{"n":"(\d+)"', op.rest):
         return int(match[1])
-    condition, body = ({x.name: x for x in found[op.called(part)[0]]} for part in ("condition", "body"))
+    condition, body = ({x.name: x for x in module[op.called(part)[0]]} for part in ("condition", "body"))
     root = next(x for x in condition.values() if x.root)
     bounds = [value for name in root.operands if (value := _constant(condition.get(name))) is not None]
     if root.kind != "compare" or "direction=LT" not in root.rest or not bounds:
@@ -137,36 +137,36 @@ def _constant(op: Op | None) -> int | None:
     return int(match[1])
 
 
-def _walk(found: dict[str, list[Op]], name: str, unknown: int, inside: bool, times: int = 1) -> Iterator[tuple]:
+def _walk(module: dict[str, list[Op]], name: str, unknown: int, inside: bool, times: int = 1) -> Iterator[tuple]:
     """(operation, times, its computation) of everything that runs; of a conditional, the branch that sends most, or
     computes most if none sends.
 
     `inside`: include the operations of fusions.
     """
-    for op in found.get(name, ()):
+    for op in module.get(name, ()):
         yield op, times, name
         if op.kind == "while":
-            turns = times * _trips(op, found, unknown)
+            turns = times * _trips(op, module, unknown)
             for part in op.called("body", "condition"):
-                yield from _walk(found, part, unknown, inside, turns)
+                yield from _walk(module, part, unknown, inside, turns)
         elif op.kind == "conditional":
             branches = op.called("branch_computations", "true_computation", "false_computation")
-            ran = [list(_walk(found, branch, unknown, inside, times)) for branch in branches]
-            yield from max(ran, key=lambda part: (_sent_by(part), _computed_by(part, found, inside)))
+            ran = [list(_walk(module, branch, unknown, inside, times)) for branch in branches]
+            yield from max(ran, key=lambda part: (_sent_by(part), _computed_by(part, module, inside)))
         elif op.kind in ("call", "async-start") or (inside and op.kind == "fusion"):
             for part in op.called("to_apply", "calls", "called_computation"):
-                yield from _walk(found, part, unknown, inside, times)
+                yield from _walk(module, part, unknown, inside, times)
 
 
 def _sent_by(ran: list[tuple]) -> float:
     return sum(c.sent * c.times for c in _collectives(ran))
 
 
-def _computed_by(ran: list[tuple], found: dict[str, list[Op]], inside: bool) -> float:
+def _computed_by(ran: list[tuple], module: dict[str, list[Op]], inside: bool) -> float:
     """FLOPs of the products of a branch; `inside`: it lists the operations of fusions by themselves."""
-    shapes = {place: {op.name: op.shape for op in found[place]} for place in {place for _, _, place in ran}}
+    shapes = {place: {op.name: op.shape for op in module[place]} for place in {place for _, _, place in ran}}
     counted = (each for each in ran if not (inside and each[0].kind == "fusion"))
-    return sum(times * _flops(op, shapes[place], found) for op, times, place in counted)
+    return sum(times * _flops(op, shapes[place], module) for op, times, place in counted)
 
 
 def collectives(text: str, unknown_trips: int = 1) -> list[Collective]:
@@ -179,8 +179,8 @@ def collectives(text: str, unknown_trips: int = 1) -> list[Collective]:
     Returns:
       One entry per instruction and place; of a conditional, those of the branch that sends most.
     """
-    found, entry = computations(text)
-    return _collectives(_walk(found, entry, unknown_trips, inside=True))
+    module, entry = computations(text)
+    return _collectives(_walk(module, entry, unknown_trips, inside=True))
 
 
 def _collectives(ran) -> list[Collective]:
@@ -194,11 +194,11 @@ def _collectives(ran) -> list[Collective]:
         channel = re.search(r"channel_id=(\d+)", op.rest)
         mark = (channel[1],) if channel else (place, op.name)
         if mark not in out or times < out[mark].times:
-            found = _collective(kind, op, times)
+            collective = _collective(kind, op, times)
             if kind == "all-reduce" and place.startswith("all-reduce-scatter"):
                 # On a TPU a reduce-scatter is a fusion of that name, which sums and keeps a shard.
-                found = dataclasses.replace(found, kind="reduce-scatter", sent=found.sent / 2)
-            out[mark] = found
+                collective = dataclasses.replace(collective, kind="reduce-scatter", sent=collective.sent / 2)
+            out[mark] = collective
     return list(out.values())
 
 
@@ -210,8 +210,8 @@ def _collective(kind: str, op: Op, times: int) -> Collective:
         half = len(arrays) // 2
         shape = " ".join(arrays[half : 2 * half]) if half else shape
     size = bytes_of(shape)
-    whole = size * group if kind == "reduce-scatter" else size
-    return Collective(kind, shape, group, times, _sent(kind, whole, group), op.source)
+    full_size = size * group if kind == "reduce-scatter" else size
+    return Collective(kind, shape, group, times, _sent(kind, full_size, group), op.source)
 
 
 def _group(rest: str) -> int:
@@ -230,17 +230,17 @@ def _group(rest: str) -> int:
     return 2 if "source_target_pairs" in rest else 1
 
 
-def _sent(kind: str, whole: int, group: int) -> float:
+def _sent(kind: str, full_size: int, group: int) -> float:
     if kind == "collective-permute":
-        return float(whole)
+        return float(full_size)
     share = 1.0 if group == ALL else (group - 1) / group
-    return whole * share * (2 if kind == "all-reduce" else 1)
+    return full_size * share * (2 if kind == "all-reduce" else 1)
 
 
 def largest_array(text: str) -> tuple[int, str]:
     """Bytes, and name and type, of the largest array that an instruction creates on a device."""
-    made = (op for ops in computations(text)[0].values() for op in ops if op.kind not in _NAMES)
-    sizes = ((bytes_of(match[0]), f"{op.name} {match[0]}") for op in made for match in _ARRAY.finditer(op.shape))
+    producers = (op for ops in computations(text)[0].values() for op in ops if op.kind not in _NAMES)
+    sizes = ((bytes_of(match[0]), f"{op.name} {match[0]}") for op in producers for match in _ARRAY.finditer(op.shape))
     return max(sizes, default=(0, ""))
 
 
@@ -257,12 +257,12 @@ def costs(text: str, unknown_trips: int = 1) -> list[Cost]:
       One entry per instruction and place that does anything; of a conditional, those of the branch that sends most, or
       computes most if none sends.
     """
-    found, entry = computations(text)
-    shapes = {name: {op.name: op.shape for op in ops} for name, ops in found.items()}
-    sent = _collectives(_walk(found, entry, unknown_trips, inside=True))
+    module, entry = computations(text)
+    shapes = {name: {op.name: op.shape for op in ops} for name, ops in module.items()}
+    sent = _collectives(_walk(module, entry, unknown_trips, inside=True))
     entries = [Cost(c.op, c.times, 0.0, float(bytes_of(c.shape, True))) for c in sent]
-    for op, times, place in _walk(found, entry, unknown_trips, inside=False):
-        moved, flops = _moved(op, shapes[place], found), _flops(op, shapes[place], found)
+    for op, times, place in _walk(module, entry, unknown_trips, inside=False):
+        moved, flops = _moved(op, shapes[place], module), _flops(op, shapes[place], module)
         if moved or flops:
             entries.append(Cost(op.source, times, flops, moved, CUDNN_ATTENTION in op.rest))
     return entries
@@ -273,7 +273,7 @@ def traffic(text: str, unknown_trips: int = 1) -> float:
     return sum(cost.times * cost.bytes for cost in costs(text, unknown_trips))
 
 
-def _moved(op: Op, shapes: dict[str, str], found: dict[str, list[Op]]) -> float:
+def _moved(op: Op, shapes: dict[str, str], module: dict[str, list[Op]]) -> float:
     """Bytes that an instruction reads and writes; `shapes`: of the instructions of its computation."""
     if op.kind in _NAMES or op.kind.endswith("-done") or op.kind.removesuffix("-start") in KINDS:
         return 0.0
@@ -290,17 +290,17 @@ def _moved(op: Op, shapes: dict[str, str], found: dict[str, list[Op]]) -> float:
         reads = [bytes_of(shapes.get(op.operands[1], ""), True)]
         writes = reads[0]
     elif op.kind == "fusion":
-        reads, writes = [_fused(found[op.called("calls")[0]], reads)], 0
+        reads, writes = [_fused(module[op.called("calls")[0]], reads)], 0
     return float(sum(reads) + writes)
 
 
-def _flops(op: Op, shapes: dict[str, str], found: dict[str, list[Op]]) -> float:
+def _flops(op: Op, shapes: dict[str, str], module: dict[str, list[Op]]) -> float:
     """FLOPs of the matrix products in an instruction; of cuBLAS's and cuDNN's calls by their configuration. On TPUs
     products are convolutions."""
     if op.kind == "fusion":
-        called = found[op.called("calls")[0]]
+        called = module[op.called("calls")[0]]
         inner = {inside.name: inside.shape for inside in called}
-        return sum(_flops(inside, inner, found) for inside in called)
+        return sum(_flops(inside, inner, module) for inside in called)
     if op.kind == "custom-call" and CUDNN_ATTENTION in op.rest:
         return _cudnn_flops(op, shapes)
     if op.kind == "convolution":
@@ -382,8 +382,8 @@ def _fused(ops: list[Op], reads: list[int]) -> int:
         users = [user for user in ops if names & {*user.operands} and user.name not in names]
         users = [user for user in users if not _passes(user) and user.kind != "tuple"]
         if all(user.kind in _CUTS and user.operands[0] in names for user in users):
-            whole = [user for user in users if user.kind != "dynamic-update-slice"]
-            total += min(reads[int(number[1])], sum(bytes_of(user.shape) for user in whole))
+            slices = [user for user in users if user.kind != "dynamic-update-slice"]
+            total += min(reads[int(number[1])], sum(bytes_of(user.shape) for user in slices))
         else:
             total += reads[int(number[1])]
     return total

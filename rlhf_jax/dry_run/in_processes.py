@@ -61,8 +61,8 @@ def _in_process(config: StageConfig, name: str) -> Program | None:
             capture_output=True,
         )
         if not path.exists():
-            said = run.stderr.decode(errors="replace").strip()
-            raise RuntimeError(f"the process that compiled {name} exited with code {run.returncode}:\n{said[-4000:]}")
+            stderr = run.stderr.decode(errors="replace").strip()
+            raise RuntimeError(f"the process that compiled {name} exited with code {run.returncode}:\n{stderr[-4000:]}")
         fields = json.loads(path.read_text(encoding="utf-8"))
         return Program(**fields) if fields else None
 

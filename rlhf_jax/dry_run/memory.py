@@ -70,12 +70,12 @@ def abstract_stage(config: StageConfig, mesh: Any) -> Any:
         row["image"] = _square_image()
     quiet = {"dataset_test_split": None, "eval_dataset_name": None, "max_train_samples": None, "datasets": None}
     quiet |= {name: None for name in ("normalize_dataset_name", "margin_column") if name in options}
-    given = {"train_dataset": [row] * config.batch_size, "weights": AbstractWeights(mesh)}
+    inputs = {"train_dataset": [row] * config.batch_size, "weights": AbstractWeights(mesh)}
     if isinstance(config, PolicyConfig):
         # Host functions use no device memory, and the stage needs at least one reward.
         quiet |= {"reward_funcs": (), "reward_server": None, "reward_weights": None}
-        given["reward_funcs"] = [] if config.reward_model_path else [lambda completions, **_: [0.0] * len(completions)]
-    return open_stage(dataclasses.replace(config, **quiet), **given)
+        inputs["reward_funcs"] = [] if config.reward_model_path else [lambda completions, **_: [0.0] * len(completions)]
+    return open_stage(dataclasses.replace(config, **quiet), **inputs)
 
 
 def _trains_on_images(config: StageConfig) -> bool:
@@ -146,12 +146,12 @@ def programs(
         compiled.append(pending.popleft().result())
         on_compiled(compiled[-1])
 
-    def compile_one(name: str, traced: Any, others: int) -> Program:
-        program = compile_fn(name, traced, others)
+    def compile_one(name: str, traced: Any, other_resident: int) -> Program:
+        program = compile_fn(name, traced, other_resident)
         if program.refused:
             return program
         # XLA counts no arguments that a program does not read.
-        return dataclasses.replace(program, other_resident=max(others, resident_total - program.arguments))
+        return dataclasses.replace(program, other_resident=max(other_resident, resident_total - program.arguments))
 
     def build(name: str, program: Any, *args: Any, resident: Any = (), **arguments: Any) -> Any:
         traced = program.trace(*args, **arguments)

@@ -68,9 +68,9 @@ def program_line(program: Program) -> str:
     """A program's peak, or why the compiler refuses it."""
     if program.refused:
         return f"  {program.name:<12} {'':>12} refused by the compiler: {program.refused}"
-    own = bytes_text(program.temporary + program.outputs - program.aliased)
+    buffers = bytes_text(program.temporary + program.outputs - program.aliased)
     compiled = f"(compiled in {program.seconds:.0f} s)"
-    return f"  {program.name:<12} {bytes_text(program.peak):>12} peak, {own} of it the program's own {compiled}"
+    return f"  {program.name:<12} {bytes_text(program.peak):>12} peak, {buffers} of it the program's own {compiled}"
 
 
 def usable(device: Any, limit: int | None) -> str:

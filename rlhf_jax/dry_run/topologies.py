@@ -191,18 +191,18 @@ def preallocated() -> float:
     Raises:
       UserError: both environment variables are set, which jax refuses, or the one that is set is no share.
     """
-    given = [name for name in _FRACTIONS if os.environ.get(name)]
-    if not given:
+    names = [name for name in _FRACTIONS if os.environ.get(name)]
+    if not names:
         return 0.75
-    if len(given) > 1:
-        raise UserError(f"{' and '.join(given)} are both set; set one of them")
-    value = os.environ[given[0]]
+    if len(names) > 1:
+        raise UserError(f"{' and '.join(names)} are both set; set one of them")
+    value = os.environ[names[0]]
     try:
         share = float(value)
     except ValueError:
         share = math.nan
     if not 0 < share < math.inf:
-        raise UserError(f"{given[0]}={value}: set a share of the GPU's memory, such as 0.9")
+        raise UserError(f"{names[0]}={value}: set a share of the GPU's memory, such as 0.9")
     return share
 
 
@@ -216,5 +216,5 @@ def capacity(device: Any) -> int | None:
         limit = (device.memory_stats() or {}).get("bytes_limit")
     except jax.errors.JaxRuntimeError:  # a described device
         limit = None
-    known = HBM.get(device.device_kind)
-    return limit if limit is not None or known is None else int(known * GIB)
+    gibibytes = HBM.get(device.device_kind)
+    return limit if limit is not None or gibibytes is None else int(gibibytes * GIB)

@@ -46,14 +46,14 @@ def reward_of_task(values: np.ndarray, **options: Any) -> dict[str, Any]:
     interval of answers that are all right or all wrong is Wilson's. Other rewards have no accuracy."""
     values = np.asarray(values, np.float64)
     present = values[~np.isnan(values)]
-    found = mean_of(values, **options)
+    mean_summary = mean_of(values, **options)
     if present.size and (present.min() < 0 or present.max() > 1):
-        return found
+        return mean_summary
     accuracy = mean_of(np.where(np.isnan(values), np.nan, values == 1), **options)
-    for summary in (found, accuracy):
+    for summary in (mean_summary, accuracy):
         if summary["mean"] in (0.0, 1.0):
             _, summary["low"], summary["high"] = wilson(np.full((~np.isnan(values)).any(axis=1).sum(), summary["mean"]))
-    return found | {"accuracy": accuracy}
+    return mean_summary | {"accuracy": accuracy}
 
 
 def by_task(answers: Answers, rewards: Sequence[str], tasks: Sequence[str], **options: Any) -> dict[str, Any]:
@@ -69,16 +69,16 @@ def by_task(answers: Answers, rewards: Sequence[str], tasks: Sequence[str], **op
       {task: {"prompts": their number, "rewards": {name: `reward_of_task`}}}, tasks in alphabetical order; a reward that
       applies to none of a task's answers is left out.
     """
-    found = {}
+    results = {}
     for task in sorted(set(tasks)):
         values = answers.rewards[[other == task for other in tasks]]
-        own = {
+        summaries = {
             name: reward_of_task(values[..., i], **options)
             for i, name in enumerate(rewards)
             if not np.isnan(values[..., i]).all()
         }
-        found[task] = {"prompts": len(values), "rewards": own}
-    return found
+        results[task] = {"prompts": len(values), "rewards": summaries}
+    return results
 
 
 def policy_row(

@@ -153,17 +153,17 @@ class Sampler:
             host, kl = sharding.fetch((batch.rollout, kl))
             answered.append(batch._replace(rollout=host))
             ids = completion_ids(host.response[: batch.real], host.lengths[: batch.real])
-            decoded = [policy.tokenizer.decode(own, skip_special_tokens=True) for own in ids]
+            decoded = [policy.tokenizer.decode(completion, skip_special_tokens=True) for completion in ids]
             texts += [decoded[i : i + group] for i in range(0, batch.real, group)]
             kls += [] if kl is None else [np.asarray(kl)[: batch.real].reshape(-1, group)]
             self._on_progress(name, len(texts), len(self._source))
         kl = np.concatenate(kls).astype(np.float64) if kls else None
         lengths, ended = (
-            np.concatenate([getattr(each.rollout, of)[: each.real].reshape(-1, group) for each in answered])
-            for of in ("lengths", "ended")
+            np.concatenate([getattr(each.rollout, field)[: each.real].reshape(-1, group) for each in answered])
+            for field in ("lengths", "ended")
         )
-        said = [batch.conversations for batch in answered if batch.conversations is not None]
-        of_tools = call_metrics(said) if said else {}
+        conversations = [batch.conversations for batch in answered if batch.conversations is not None]
+        of_tools = call_metrics(conversations) if conversations else {}
         return Answers(name, policy.path, texts, lengths, ended, kl, answered, of_tools=of_tools)
 
     def _batch(self, policy: Policy, seed: int, start: int, size: int, group: int) -> tuple[Batch, Any]:
@@ -186,11 +186,11 @@ class Sampler:
 
         prompts = self._source.in_order(start, size, local_rows.held_rows(policy.mesh, size))
         rows = np.repeat(prompts.rows, group)
-        said = self._turns.respond(
+        outcome = self._turns.respond(
             generate, place, self._source, prompts, rows, real=real, tick=no_tick, at=f"prompts from {start}"
         )
         self._turns.keep_environments()  # they are scored after all answers
-        return Batch(said.rollout, said.source, said.rows, real, said.conversations), None
+        return Batch(outcome.rollout, outcome.source, outcome.rows, real, outcome.conversations), None
 
     def _kl_program(self, policy: Policy):
         reference = self._ref.model
@@ -225,22 +225,24 @@ def reference_answers(
     fitted = row_texts.fit_prompts(source.display_texts(range(len(texts))), tokenizer, None, "drop", rendered=rendered)
     # A prompt that was cut by its tokens, or has those of images, is not that of its text.
     pairs = zip(fitted, source.tokens, strict=True)
-    fitted = [own if own.ids == ids.tolist() else own._replace(ids=ids.tolist(), text=None) for own, ids in pairs]
-    wholes = [one.ids for one in row_texts.join_completions(fitted, texts, tokenizer, rendered=rendered)]
-    cuts = [min(len(own.ids), len(whole) - 1) for own, whole in zip(fitted, wholes, strict=True)]
-    heads = [np.asarray(whole[:cut], np.int32) for whole, cut in zip(wholes, cuts, strict=True)]
-    ids = [whole[cut:] for whole, cut in zip(wholes, cuts, strict=True)]
-    ended = np.asarray([len(own) <= max_tokens for own in ids])
-    ids = [np.asarray(own[:max_tokens], np.int32) for own in ids]
+    fitted = [
+        prompt if prompt.ids == ids.tolist() else prompt._replace(ids=ids.tolist(), text=None) for prompt, ids in pairs
+    ]
+    sequences = [one.ids for one in row_texts.join_completions(fitted, texts, tokenizer, rendered=rendered)]
+    cuts = [min(len(prompt.ids), len(sequence) - 1) for prompt, sequence in zip(fitted, sequences, strict=True)]
+    heads = [np.asarray(sequence[:cut], np.int32) for sequence, cut in zip(sequences, cuts, strict=True)]
+    ids = [sequence[cut:] for sequence, cut in zip(sequences, cuts, strict=True)]
+    ended = np.asarray([len(completion) <= max_tokens for completion in ids])
+    ids = [np.asarray(completion[:max_tokens], np.int32) for completion in ids]
     width = batches.bucket(max(map(len, ids)), batches.default_buckets(max(map(len, ids))))
     size, answered = prompts_per_batch(batch_size, 1, len(texts), shards), []
     for prompts, real in iterate_batches(source, size):
-        own, before = [ids[row] for row in prompts.rows], [heads[row] for row in prompts.rows]
-        lengths = batches.lengths_of(own)
+        completions, before = [ids[row] for row in prompts.rows], [heads[row] for row in prompts.rows]
+        lengths = batches.lengths_of(completions)
         rollout = Rollout(
             prompt_tokens=batches.pad_left(before, prompts.tokens.shape[1], tokenizer.pad_id),
             prompt_lengths=batches.lengths_of(before),
-            response=batches.pad_right(own, width, tokenizer.eos_id),
+            response=batches.pad_right(completions, width, tokenizer.eos_id),
             lengths=lengths,
             ended=ended[prompts.rows],
             logprobs=np.zeros((size, width), np.float32),

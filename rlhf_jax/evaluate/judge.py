@@ -168,26 +168,26 @@ class RemoteJudge(Server):
         """
         _run(self._ask_judge("Say a color.", "Blue.", "Seven.", "This was the test question before the evaluation"))
 
-    def compare(self, prompts: Sequence[str], answers: Sequence[str], others: Sequence[str]) -> JudgeResult:
+    def compare(self, prompts: Sequence[str], answers: Sequence[str], opponent_answers: Sequence[str]) -> JudgeResult:
         """Verdicts on N pairs, each compared in both orders.
 
         Args:
-          prompts, answers, others: N texts each; answers of the policy and of its opponent.
+          prompts, answers, opponent_answers: N texts each; answers of the policy and of its opponent.
 
         Raises:
           JudgeFailure: an error that all questions would have (as a rejected key), or too many consecutive questions
             without a reply.
         """
-        return _run(self._compare(prompts, answers, others))
+        return _run(self._compare(prompts, answers, opponent_answers))
 
-    async def _compare(self, prompts, answers, others) -> JudgeResult:
+    async def _compare(self, prompts, answers, opponent_answers) -> JudgeResult:
         result = JudgeResult.empty(len(prompts))
         slots = asyncio.Semaphore(self._concurrency)
         self._consecutive_failures = 0
         descriptions = [describe_row(row, prompts, answers) for row in range(len(prompts))]
 
         async def ask(row: int, order: int) -> None:
-            pair = (answers[row], others[row]) if order == 0 else (others[row], answers[row])
+            pair = (answers[row], opponent_answers[row]) if order == 0 else (opponent_answers[row], answers[row])
             async with slots:
                 try:
                     reply = await self._ask_judge(prompts[row], *pair, descriptions[row])
@@ -271,7 +271,7 @@ class FunctionJudge:
         self._calls = HostRewards([function], timeout=timeout)
         self._calls.check_columns(())
 
-    def compare(self, prompts: Sequence[str], answers: Sequence[str], others: Sequence[str]) -> JudgeResult:
+    def compare(self, prompts: Sequence[str], answers: Sequence[str], opponent_answers: Sequence[str]) -> JudgeResult:
         """As `RemoteJudge.compare`.
 
         Raises:
@@ -279,7 +279,7 @@ class FunctionJudge:
         """
         result = JudgeResult.empty(len(prompts))
         try:
-            for order, pairs in enumerate(([*zip(answers, others)], [*zip(others, answers)])):
+            for order, pairs in enumerate(([*zip(answers, opponent_answers)], [*zip(opponent_answers, answers)])):
                 ids = [[] for _ in prompts]
                 better = self._calls.call(prompts, [list(pair) for pair in pairs], ids, {}, TrainerState(is_eval=True))
                 for row, value in enumerate(better.rewards[:, 0].tolist()):

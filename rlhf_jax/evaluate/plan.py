@@ -81,14 +81,14 @@ def make_plan(config: EvaluateConfig) -> Plan:
     if stages and stage is None and config.model is None and config.data is not None:
         raise UserError(f"--run_dir {config.run_dir} has a reward model and no policy: --data needs --model too")
     prompts = policy = ref = None
-    others: tuple[Checkpoint, ...] = ()
+    opponents: tuple[Checkpoint, ...] = ()
     reference: bool | None = False
     if stage is not None or config.model is not None:
         path = policy_folder(config.model if config.model is not None else stage.run_dir)
         policy = Checkpoint(POLICY, path, config.model_revision)
         prompts = _prompts_config(config, stage, policy)
         ref = _reference_model(config, name, stage)
-        others, reference = _opponents(config, ref)
+        opponents, reference = _opponents(config, ref)
     pairs = _pairs_config(config, stages.get("reward"), prompts)
     if prompts is not None and "reward" in stages and stage is not None and not isinstance(stage, PolicyConfig):
         prompts = prompts if config.reward_model_path else _with_reward(prompts, stages["reward"])
@@ -98,7 +98,7 @@ def make_plan(config: EvaluateConfig) -> Plan:
         greedy=config.temperature == 0,
         policy=policy,
         ref=ref,
-        others=others,
+        others=opponents,
         reference=reference,
         samples=config.num_generations or max(config.best_of_n, default=1),
         pairs=pairs,
@@ -150,8 +150,8 @@ def _absent_objects(
     """Warnings of reward functions that were arguments of `rlhf_jax.run` and so are not in the run's folder; a
     UserError if the evaluation data were."""
     for name, used, option in ((stage, prompts, "data"), ("reward", pairs, "pairs")):
-        given = objects.get(name, [])
-        lost = "eval_dataset" in given or ("train_dataset" in given and used and used.eval_dataset_name is None)
+        arguments = objects.get(name, [])
+        lost = "eval_dataset" in arguments or ("train_dataset" in arguments and used and used.eval_dataset_name is None)
         if used is not None and lost and getattr(config, option) is None:
             raise UserError(
                 f"--run_dir {config.run_dir}: the data set of this run was an argument of rlhf_jax.run, so its folder "
@@ -265,14 +265,14 @@ def _opponents(config: EvaluateConfig, ref: Checkpoint | None) -> tuple[tuple[Ch
     """(checkpoints to compare with, whether to compare with the reference answers; None: if there are any)."""
     if config.against is None:
         return (() if ref is None else (ref,)), None
-    others, names = [], {POLICY, REFERENCE, REF_MODEL}
+    opponents, names = [], {POLICY, REFERENCE, REF_MODEL}
     for spec in dict.fromkeys(config.against):
         if spec == REFERENCE:
             continue
         if spec == REF_MODEL:
             if ref is None:
                 raise UserError(f"--against {REF_MODEL}: there is no reference model; set --ref_model_path")
-            others.append(ref)
+            opponents.append(ref)
             continue
         path = policy_folder(spec)
         parts = [part for part in path.rstrip("/").split("/") if part not in (".", "")]
@@ -282,8 +282,8 @@ def _opponents(config: EvaluateConfig, ref: Checkpoint | None) -> tuple[tuple[Ch
         while name in names:
             name += "'"
         names.add(name)
-        others.append(Checkpoint(name, path))
-    return tuple(others), REFERENCE in config.against
+        opponents.append(Checkpoint(name, path))
+    return tuple(opponents), REFERENCE in config.against
 
 
 # --- pairs

@@ -119,8 +119,8 @@ class PolicyEvaluation:
 
     def _stop_ids(self) -> tuple[int, ...] | None:
         policy, rows = self.plan.policy, self.policy.model.config.vocab_size
-        given = self.plan.prompts.stop_token_ids
-        return generation_config.resolve_stop_ids(given, path=policy.path, revision=policy.revision, rows=rows)
+        stop_token_ids = self.plan.prompts.stop_token_ids
+        return generation_config.resolve_stop_ids(stop_token_ids, path=policy.path, revision=policy.revision, rows=rows)
 
     def _check_context(self, model: Any, path: str) -> None:
         tokens = self.plan.prompts.query_length + self.plan.prompts.response_length
@@ -202,13 +202,13 @@ class PolicyEvaluation:
     ) -> dict[str, Any]:
         """Judges answers, writes samples.jsonl and puts its rows into `samples`. Returns the metrics."""
         rewards = () if self.scorer is None else self.scorer.names
-        policy, others = all_answers[0], all_answers[1:]
+        policy, opponents = all_answers[0], all_answers[1:]
         prompts = self.source.display_texts(range(len(self.source)))
         samples[:] = aggregate.sample_rows(prompts, all_answers, rewards, {})
         self._write(samples)  # before the judges, which may fail after the expensive sampling
         judge_results: dict[str, JudgeResult] = {}
         win_rates = []
-        for other in others:
+        for other in opponents:
             win_rates += aggregate.win_rates_by_score(policy, other, rewards, **bootstrap_options)
             for judge in judges:
                 log(f"{judge.name}: {2 * len(prompts)} questions about {policy.name} and {other.name}")

@@ -136,8 +136,8 @@ def format_table(cells: Sequence[Sequence[str]]) -> str:
     widths = [max(len(line[i]) for line in cells) for i in range(len(cells[0]))]
 
     def align(line):
-        first, *others = (cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(line, widths)))
-        return "  ".join([first, *others]).rstrip()
+        first, *rest = (cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(line, widths)))
+        return "  ".join([first, *rest]).rstrip()
 
     return "\n".join([align(cells[0]), "-" * (sum(widths) + 2 * (len(widths) - 1)), *map(align, cells[1:])])
 

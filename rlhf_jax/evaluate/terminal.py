@@ -93,9 +93,9 @@ def _tasks_table(policies: Sequence[dict[str, Any]]) -> str:
     for task in policies[0]["by_task"]:
         for row in policies:
             of_task = row.get("by_task", {}).get(task, {"prompts": 0, "rewards": {}})
-            for name, found in of_task["rewards"].items():
-                mean = f"{found['mean']:.3f} ({found['low']:.3f} to {found['high']:.3f})"
-                accuracy = found.get("accuracy")
+            for name, summary in of_task["rewards"].items():
+                mean = f"{summary['mean']:.3f} ({summary['low']:.3f} to {summary['high']:.3f})"
+                accuracy = summary.get("accuracy")
                 share = "-" if accuracy is None else _rate(accuracy["mean"], accuracy["low"], accuracy["high"])
                 cells.append([task, str(of_task["prompts"]), row["name"], name, mean, share])
     return "\n".join(["By task (accuracy: the share of answers with a reward of 1)", format_table([head, *cells])])
@@ -165,10 +165,10 @@ def _notes(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
 
 
 def _best_of_n_table(rows: Sequence[dict[str, Any]]) -> str:
-    others = [name for name in rows[0] if name not in ("n", "samples", "prompts", "kl_bound", "score")]
-    cells = [["best of", "score", *others, "KL at most"]]
+    reward_names = [name for name in rows[0] if name not in ("n", "samples", "prompts", "kl_bound", "score")]
+    cells = [["best of", "score", *reward_names, "KL at most"]]
     for row in rows:
-        means = [_mean(row[name]) for name in ("score", *others)]
+        means = [_mean(row[name]) for name in ("score", *reward_names)]
         cells.append([str(row["n"]), *means, f"{row['kl_bound']:.3f}"])
     title = f"Best of n by score, from {rows[0]['samples']} responses to each of {rows[0]['prompts']} prompts"
     return "\n".join([title, format_table(cells)])

@@ -12,13 +12,13 @@ NGRAM = 2
 """Tokens that must be equal for a draft."""
 
 
-def ngram_drafts(prompt: Array, own: Array, siblings: Array, lengths: Array, t: Array, count: int) -> Array:
+def ngram_drafts(prompt: Array, response: Array, siblings: Array, lengths: Array, t: Array, count: int) -> Array:
     """What followed the last `NGRAM` tokens where they occurred before: last in the row itself, else in another
     response to its prompt.
 
     Args:
       prompt: [S, C] int32, left-padded.
-      own: [S, T] int32, the row's response.
+      response: [S, T] int32, the row's response.
       siblings: [S, G, T] int32, responses to the same prompt.
       lengths: [S, G] int32, their tokens so far.
       t: [S] int32, tokens of the row's response so far.
@@ -28,7 +28,7 @@ def ngram_drafts(prompt: Array, own: Array, siblings: Array, lengths: Array, t: 
       [S, count] int32; without an occurrence tokens of no meaning.
     """
     columns = prompt.shape[1]
-    text = jnp.concatenate([prompt, own], axis=1)
+    text = jnp.concatenate([prompt, response], axis=1)
     ends = columns + t
     tail = jnp.take_along_axis(text, ends[:, None] - NGRAM + jnp.arange(NGRAM)[None], axis=1)
     own_end = _last_occurrence(text, tail, ends)
@@ -53,5 +53,5 @@ def _last_occurrence(text: Array, tail: Array, ends: Array) -> Array:
     equal = jnp.stack(
         [jax.lax.slice_in_dim(text, i, size - n + 1 + i, axis=-1) == tail[..., i : i + 1] for i in range(n)]
     )
-    found = jnp.all(equal, axis=0) & (places < ends[..., None])
-    return jnp.max(jnp.where(found, places, -1), axis=-1)
+    matches = jnp.all(equal, axis=0) & (places < ends[..., None])
+    return jnp.max(jnp.where(matches, places, -1), axis=-1)

@@ -64,8 +64,8 @@ class SamplingOptions(Options):
 
     def sampling(self) -> dict[str, Any]:
         """temperature, top_k, top_p, min_p and repetition_penalty, with generation_kwargs applied."""
-        given, hints = self.generation_kwargs or {}, field_types(type(self))
-        return {name: checked_value(name, hints[name], given.get(name, getattr(self, name))) for name in SAMPLING}
+        kwargs, hints = self.generation_kwargs or {}, field_types(type(self))
+        return {name: checked_value(name, hints[name], kwargs.get(name, getattr(self, name))) for name in SAMPLING}
 
     def problems(self) -> Iterator[str]:
         """stop_token, stop_token_id and stop_token_ids together; generation_kwargs that are not sampling options."""
@@ -119,8 +119,8 @@ class SamplingOptions(Options):
             return f"{option} is {value!r}: policy gradients need sampled responses, not greedy ones."
         if name in _INSTEAD_OF_GENERATION_KWARG:
             return f"{option} is not supported: {_INSTEAD_OF_GENERATION_KWARG[name]}."
-        known = (*SAMPLING, "max_new_tokens", "do_sample")
-        return f"{option} is not supported:{nearest(name, known) or ' choose from ' + ', '.join(SAMPLING) + '.'}"
+        allowed = (*SAMPLING, "max_new_tokens", "do_sample")
+        return f"{option} is not supported:{nearest(name, allowed) or ' choose from ' + ', '.join(SAMPLING) + '.'}"
 
 
 _INSTEAD_OF_GENERATION_KWARG = {

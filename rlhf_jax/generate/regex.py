@@ -244,12 +244,12 @@ def _ranges(kind: Any, value: Any) -> tuple[Range, ...]:
 
 def _complement(ranges: Iterable[Range]) -> tuple[Range, ...]:
     """All other characters."""
-    others, start = [], 0
+    gaps, start = [], 0
     for low, high in sorted(ranges):
         if low > start:
-            others.append((start, low - 1))
+            gaps.append((start, low - 1))
         start = max(start, high + 1)
-    return (*others, (start, _CHARACTERS[-1][1])) if start <= _CHARACTERS[-1][1] else tuple(others)
+    return (*gaps, (start, _CHARACTERS[-1][1])) if start <= _CHARACTERS[-1][1] else tuple(gaps)
 
 
 def _utf8(low: int, high: int) -> Iterable[tuple[Range, ...]]:

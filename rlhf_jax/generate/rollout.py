@@ -112,9 +112,9 @@ def generate_unstacked(
     def decode(model, weights, work):
         unstacked, automaton = weights
         shards = b // work[1].lengths.shape[0]
-        own = dataclasses.replace(decoding, slots=max(slots // shards, 1))
+        local = dataclasses.replace(decoding, slots=max(slots // shards, 1))
         started = begun is not None
-        options = {"sampling": sampling, "decoding": own, "dtype": dtype, "automaton": automaton, "started": started}
+        options = {"sampling": sampling, "decoding": local, "dtype": dtype, "automaton": automaton, "started": started}
         return decode_rows(model, unstacked, *work, **options)
 
     work = (Prompts(prompts.tokens, prompts.lengths, prefix), queue)

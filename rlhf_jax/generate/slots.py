@@ -228,8 +228,8 @@ class _Decoder:
         # Index V is out of bounds and dropped: padding is not a seen token.
         vocabulary = self.model.config.vocab_size
         prompt = jnp.where(columns[None] >= (width - lengths)[:, None], tokens, vocabulary)
-        own = jnp.arange(rows.response.shape[1])[None] < rows.lengths[row][:, None]
-        text = jnp.concatenate([prompt, jnp.where(own, rows.response[row], vocabulary)], axis=1)
+        response_mask = jnp.arange(rows.response.shape[1])[None] < rows.lengths[row][:, None]
+        text = jnp.concatenate([prompt, jnp.where(response_mask, rows.response[row], vocabulary)], axis=1)
         return mark_seen(jnp.zeros((len(row), vocabulary), bool), text)
 
     def _refill(self, loop: _Loop, order: Array, queued: Array) -> _Loop:
@@ -239,9 +239,9 @@ class _Decoder:
         place = taken + jnp.cumsum(idle) - 1
         takes = idle & (place < queued)
         row = jnp.where(takes, order[jnp.minimum(place, self.count - 1)], slots.row)
-        own = jnp.minimum(row, self.count - 1)
-        t = jnp.where(takes, rows.lengths[own], slots.t)
-        token = jnp.where(takes, rows.response[own, t - 1], slots.token)
+        row_index = jnp.minimum(row, self.count - 1)
+        t = jnp.where(takes, rows.lengths[row_index], slots.t)
+        token = jnp.where(takes, rows.response[row_index, t - 1], slots.token)
         prefix = jax.tree.map(lambda new, old: take_rows(takes, new, old), self._prefix_of(row), slots.prefix)
         seen = slots.seen
         if seen is not None:
@@ -256,33 +256,33 @@ class _Decoder:
 
     def _restarted(self, slots: _Slots, rows: Rows, takes: Array) -> _Slots:
         """Keys and values of all but the last token of the rows that slots have just taken."""
-        width, own = self._restart_width, jnp.minimum(slots.row, self.count - 1)
-        held = jnp.where(takes, slots.t - 1, 0)
+        width, row_index = self._restart_width, jnp.minimum(slots.row, self.count - 1)
+        lengths = jnp.where(takes, slots.t - 1, 0)
         offsets = jnp.arange(width)
-        prompt_lengths = self.prompts.lengths[own // self.group]
+        prompt_lengths = self.prompts.lengths[row_index // self.group]
 
         def body(state: tuple[Array, Any]) -> tuple[Array, Any]:
             start, cache = state
             columns = jnp.minimum(start + offsets, rows.response.shape[1] - 1)
-            tokens, active = rows.response[own][:, columns], held > start
+            tokens, active = rows.response[row_index][:, columns], lengths > start
             positions = prompt_lengths[:, None] + start + offsets[None]
-            index = jnp.full(len(own), start)
+            index = jnp.full(len(row_index), start)
             options = {"active": active, "end": start + width}
             _, cache = self.model.decode(
                 self.params, slots.prefix, cache, tokens, positions, index, self.dtype, **options
             )
             return start + width, cache
 
-        _, cache = jax.lax.while_loop(lambda state: jnp.any(held > state[0]), body, (jnp.int32(0), slots.cache))
+        _, cache = jax.lax.while_loop(lambda state: jnp.any(lengths > state[0]), body, (jnp.int32(0), slots.cache))
         return slots._replace(cache=cache)
 
     def _compacted(self, loop: _Loop, size: int) -> _Loop:
         """The live rows in `size` slots."""
         slots = loop.slots
-        kept = jnp.argsort(slots.row == self.count, stable=True)[:size]
+        indices = jnp.argsort(slots.row == self.count, stable=True)[:size]
 
         def take(x: Array) -> Array:
-            return jnp.take(x, kept, axis=0)
+            return jnp.take(x, indices, axis=0)
 
         row = take(slots.row)
         shared = jax.tree.leaves(slots.prefix)[0].shape[0] != len(slots.row)
@@ -300,14 +300,14 @@ class _Decoder:
 
     def _step(self, loop: _Loop) -> _Loop:
         slots, rows, taken, steps = loop
-        live, own = slots.row < self.count, jnp.minimum(slots.row, self.count - 1)
+        live, row_index = slots.row < self.count, jnp.minimum(slots.row, self.count - 1)
         queries, size = self.decoding.queries, len(slots.row)
         tokens = slots.token[:, None]
         if queries > 1:
-            tokens = jnp.concatenate([tokens, self._drafts(slots, rows, own)], axis=1)
+            tokens = jnp.concatenate([tokens, self._drafts(slots, rows, row_index)], axis=1)
         # Places of the tokens that are sampled.
         t = jnp.broadcast_to(slots.t, (size,))[:, None] + jnp.arange(queries)[None]
-        positions = self.prompts.lengths[own // self.group][:, None] + t - 1
+        positions = self.prompts.lengths[row_index // self.group][:, None] + t - 1
         end = jnp.max(jnp.where(live, slots.t, 1)) + queries - 1
         hidden, cache = self.model.decode(
             self.params,
@@ -321,10 +321,10 @@ class _Decoder:
         )
         mask = state = None
         if rows.state is not None:
-            state = rows.state[own]
-            states, left = self.automaton.states(state, tokens[:, 1:]), rows.limits[own][:, None] - t - 1
+            state = rows.state[row_index]
+            states, left = self.automaton.states(state, tokens[:, 1:]), rows.limits[row_index][:, None] - t - 1
             mask = partial(self.automaton.mask, state=states.reshape(-1), left=left.reshape(-1))
-        sampled, logprobs = self._sample(hidden, rows.keys[own], t, tokens, slots.seen, mask)
+        sampled, logprobs = self._sample(hidden, rows.keys[row_index], t, tokens, slots.seen, mask)
 
         # A token counts if the drafts before it are what was sampled, and none of them ended the row.
         right = jnp.cumprod(tokens[:, 1:] == sampled[:, :-1], axis=1, dtype=jnp.int32)
@@ -333,7 +333,7 @@ class _Decoder:
         for stop in self.sampling.stop_ids:
             stops = stops | (sampled == stop)
         stopped_before = jnp.cumsum(stops, axis=1) - stops > 0
-        counts = counts & ~stopped_before & live[:, None] & (t < rows.limits[own][:, None])
+        counts = counts & ~stopped_before & live[:, None] & (t < rows.limits[row_index][:, None])
         new = jnp.sum(counts, axis=1)
         columns = jnp.where(counts, t, rows.response.shape[1])  # past the end: dropped
         row, after = slots.row, jnp.broadcast_to(slots.t, (size,)) + new
@@ -352,7 +352,7 @@ class _Decoder:
             seen = mark_seen(seen, jnp.where(counts, sampled, self.model.config.vocab_size))
         last = jnp.take_along_axis(sampled, jnp.maximum(new - 1, 0)[:, None], axis=1)[:, 0]
         slots = _Slots(
-            row=jnp.where(ended | (after >= rows.limits[own]), self.count, row),
+            row=jnp.where(ended | (after >= rows.limits[row_index]), self.count, row),
             t=slots.t + 1 if slots.t.ndim == 0 else after,
             token=last,
             seen=seen,
@@ -382,12 +382,12 @@ class _Decoder:
         out = sample(self.model, self.params, hidden, keys, t.reshape(-1), seen, self.sampling, mask=mask)
         return tuple(x.reshape(size, queries) for x in out)
 
-    def _drafts(self, slots: _Slots, rows: Rows, own: Array) -> Array:
-        prompt = own // self.group
+    def _drafts(self, slots: _Slots, rows: Rows, row_index: Array) -> Array:
+        prompt = row_index // self.group
         group = prompt[:, None] * self.group + jnp.arange(self.group)[None]
         return ngram_drafts(
             self.prompts.tokens[prompt],
-            rows.response[own],
+            rows.response[row_index],
             rows.response[group],
             rows.lengths[group],
             slots.t,

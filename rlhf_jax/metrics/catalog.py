@@ -67,9 +67,9 @@ def explain(name: str) -> Explanation | None:
 
 def _exact(name: str) -> Explanation | None:
     """The explanation of this name, without evaluation prefixes."""
-    known = explanations()
-    patterns = (pattern for pattern in known if "*" in pattern and fnmatch.fnmatchcase(name, pattern))
-    return known.get(name) or known.get(next(patterns, ""))
+    entries = explanations()
+    patterns = (pattern for pattern in entries if "*" in pattern and fnmatch.fnmatchcase(name, pattern))
+    return entries.get(name) or entries.get(next(patterns, ""))
 
 
 def page() -> str:

@@ -78,9 +78,9 @@ class Attention(nn.Module):
     def _blocks(self, x: Array) -> tuple[Array, ...]:
         """One linear layer, the axis of its output (H + KV + KV, K)."""
         config = self.context.config
-        heads, own = config.num_attention_heads, config.num_key_value_heads
-        qkv = self._fused(x).reshape(*x.shape[:-1], heads + 2 * own, config.head_dim)
-        return tuple(self._by_heads(part) for part in jnp.split(qkv, (heads, heads + own), axis=-2))
+        heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+        qkv = self._fused(x).reshape(*x.shape[:-1], heads + 2 * kv_heads, config.head_dim)
+        return tuple(self._by_heads(part) for part in jnp.split(qkv, (heads, heads + kv_heads), axis=-2))
 
     def _separate(self, x: Array) -> tuple[Array, ...]:
         """Three linear layers."""
@@ -102,8 +102,8 @@ class Attention(nn.Module):
         copies = self.context.held_heads // self.context.config.num_key_value_heads
         if copies == 1:
             return x
-        whole = constrain(self.context.layout, x, "rows", *[None] * (x.ndim - 1))
-        return self._by_heads(jnp.repeat(whole, copies, axis=-2))
+        all_heads = constrain(self.context.layout, x, "rows", *[None] * (x.ndim - 1))
+        return self._by_heads(jnp.repeat(all_heads, copies, axis=-2))
 
     def _norm(self, x: Array, name: str) -> Array:
         """RMSNorm of [..., H, K] over each head or over all."""
@@ -239,10 +239,10 @@ def causal_mask(
     if segment_ids is None:
         return keep
     if first is None or isinstance(first, int):
-        own = segment_ids[:, seen - queries : seen]
+        query_segment_ids = segment_ids[:, seen - queries : seen]
     else:
-        own = jnp.take(segment_ids, columns, axis=1, mode="clip")
-    return keep & (own[:, None, :, None] == segment_ids[:, None, None, :seen])
+        query_segment_ids = jnp.take(segment_ids, columns, axis=1, mode="clip")
+    return keep & (query_segment_ids[:, None, :, None] == segment_ids[:, None, None, :seen])
 
 
 def _columns(first: Array | int, count: int) -> Array:
@@ -516,8 +516,8 @@ def _block_after_prefix(arguments: tuple, query: Array, first: Array | int, seen
     _, key, value, mask, prefix_key, prefix_value, prefix_mask, window = arguments
     keep, prefix_window = _causal_prefix_masks(mask, prefix_mask, window, query.shape[2], first, seen)
     keep, prefix_keep = _prefix_masks(query, key, keep, prefix_key, prefix_mask, prefix_window)
-    own = (_by_key_head(query, key), key[:, :, :seen], value[:, :, :seen], keep)
-    return (*own, prefix_key, prefix_value, prefix_keep)
+    suffix_arguments = (_by_key_head(query, key), key[:, :, :seen], value[:, :, :seen], keep)
+    return (*suffix_arguments, prefix_key, prefix_value, prefix_keep)
 
 
 def _causal_after_prefix_forward(score, *arguments):
@@ -539,11 +539,11 @@ def _causal_after_prefix_backward(score, residuals, d_out):
 
     def block(sums: tuple[Array, ...], part: tuple[Array, ...], first: Array | int, seen: int):
         query, *outs = part
-        whole = _block_after_prefix(arguments, query, first, seen)
+        block_arguments = _block_after_prefix(arguments, query, first, seen)
         out, logsumexp, d_out = (_by_key_head(x, key) for x in outs)
-        d_query, *own = _after_prefix_gradients(score, (*whole, out, logsumexp), d_out)
-        d_key, d_value = (x.at[:, :, :seen].add(d) for x, d in zip(sums[:2], own[:2], strict=True))
-        return (d_key, d_value, sums[2] + own[2], sums[3] + own[3]), (d_query.reshape(query.shape),)
+        d_query, *gradients = _after_prefix_gradients(score, (*block_arguments, out, logsumexp), d_out)
+        d_key, d_value = (x.at[:, :, :seen].add(d) for x, d in zip(sums[:2], gradients[:2], strict=True))
+        return (d_key, d_value, sums[2] + gradients[2], sums[3] + gradients[3]), (d_query.reshape(query.shape),)
 
     zeros = tuple(jnp.zeros(x.shape, jnp.float32) for x in (key, value, prefix_key, prefix_value))
     arrays = (query, out, logsumexp, d_out)

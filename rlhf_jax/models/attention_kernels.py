@@ -58,9 +58,9 @@ def unsupported(
     """
     if implementation == "blocked":
         return None
-    wanted = PLATFORMS[implementation]
-    if platform != wanted:
-        return f"it is for devices of the platform {wanted}, and the mesh has devices of the platform {platform}"
+    target = PLATFORMS[implementation]
+    if platform != target:
+        return f"it is for devices of the platform {target}, and the mesh has devices of the platform {platform}"
     if dropout and config.attention_dropout > 0:
         return f"it has no dropout, and the model's attention_dropout is {config.attention_dropout:g}"
     if implementation == "splash":
@@ -140,25 +140,25 @@ def _on_each_device(
     attend: Callable[..., Array],
     heads: tuple[Array, ...],
     rows: tuple[Array | None, ...],
-    whole: tuple[Any, ...],
+    replicated: tuple[Any, ...],
 ) -> Array:
-    """`attend(*heads, *rows, *whole)`, each device computing its rows and heads: XLA cannot split a kernel itself.
+    """`attend(*heads, *rows, *replicated)`, each device computing its rows and heads: XLA cannot split a kernel itself.
 
     Args:
       attend: of query, key and value, and the others.
       heads: query, key and value [B, ., heads, K].
       rows: arrays [B, ...] or None.
-      whole: what no device splits.
+      replicated: what no device splits.
     """
     if layout is None or layout.mesh.size == 1:
-        return attend(*heads, *rows, *whole)
+        return attend(*heads, *rows, *replicated)
     batch, _, key_heads, _ = heads[1].shape
     split_rows = fitting_axes(layout, "rows", batch) or None
     split = P(split_rows, None, fitting_axes(layout, "tensor", key_heads) or None)
-    specs = (split,) * len(heads) + (P(split_rows),) * len(rows) + (P(),) * len(whole)
+    specs = (split,) * len(heads) + (P(split_rows),) * len(rows) + (P(),) * len(replicated)
     # Pallas does not say over which axes the outputs of a kernel vary.
     mapped = jax.shard_map(attend, mesh=layout.mesh, in_specs=specs, out_specs=split, check_vma=False)
-    return mapped(*heads, *rows, *whole)
+    return mapped(*heads, *rows, *replicated)
 
 
 def _pad_left(x: Array | None, length: int) -> Array | None:

@@ -30,8 +30,8 @@ def segment_sizes(columns: int, block: int | None = None) -> tuple[int, ...]:
     """The segments of a cache: `block`, `block`, 2 `block`, 4 `block`, ... columns; None: see `BLOCK`."""
     block = max(BLOCK, -(-columns // 8)) if block is None else block
     sizes = [min(block, columns)]
-    while (held := sum(sizes)) < columns:
-        sizes.append(min(held, columns - held))
+    while (total := sum(sizes)) < columns:
+        sizes.append(min(total, columns - total))
     return tuple(sizes)
 
 
@@ -51,13 +51,13 @@ class _Softmax(NamedTuple):
     out: Array  # [N, KV, R, K], not divided by the total
 
 
-def attend_cached(query: Array, prefix: Segment, own: list[Segment], score: ScoreFunction) -> Array:
+def attend_cached(query: Array, prefix: Segment, response_segments: list[Segment], score: ScoreFunction) -> Array:
     """Attention of new tokens to the prefix of their row and to what the row has cached, in one softmax.
 
     Args:
       query: [B, Q, H, K]; row i continues prefix i // G. Head h reads the keys of head h // (H / KV).
       prefix: its N is P.
-      own: their N is B.
+      response_segments: their N is B.
       score: scale and soft cap.
 
     Returns:
@@ -72,7 +72,7 @@ def attend_cached(query: Array, prefix: Segment, own: list[Segment], score: Scor
     scaled = scaled.reshape(rows, own_heads, shared * queries, size)
     state = _add(_group(scaled, prefixes), None, prefix, (rows // prefixes, shared, queries), score)
     state = jax.tree.map(lambda x: _ungroup(x, rows), state)
-    for segment in own:
+    for segment in response_segments:
         if segment.read is True:
             state = _add(scaled, state, segment, (1, shared, queries), score)
         else:
@@ -143,9 +143,9 @@ def empty_segments(shape: tuple[int, int, int], sizes: tuple[int, ...], dtype, i
     rows, heads, size = shape
     segments = []
     for columns in sizes:
-        kept = jnp.int8 if int8 else dtype
-        segment = {"k": jnp.zeros((rows, heads, size, columns), kept)}
-        segment["v"] = jnp.zeros((rows, heads, columns, size), kept)
+        cache_dtype = jnp.int8 if int8 else dtype
+        segment = {"k": jnp.zeros((rows, heads, size, columns), cache_dtype)}
+        segment["v"] = jnp.zeros((rows, heads, columns, size), cache_dtype)
         if int8:
             segment |= dict.fromkeys(SCALES.values(), jnp.zeros((rows, heads, columns), jnp.float32))
         segments.append(segment)
@@ -190,10 +190,12 @@ def write(
     for segment in segments:
         size = columns_of(segment)
         place = _write_column if together else _scatter
-        own = columns - start
+        offsets = columns - start
         if active is not None:
-            own = jnp.where(active[:, None], own, size)
-        out.append({name: place(x, new[name].astype(x.dtype), own, _COLUMNS_AXIS[name]) for name, x in segment.items()})
+            offsets = jnp.where(active[:, None], offsets, size)
+        out.append(
+            {name: place(x, new[name].astype(x.dtype), offsets, _COLUMNS_AXIS[name]) for name, x in segment.items()}
+        )
         start += size
     return out
 

@@ -392,8 +392,8 @@ def _prefill_layer(
     """A layer of `prefill`: (x, its keys and values). jit traces it once for all layers of a kind."""
 
     def to_cache(x: Array, *axes: int) -> Array:
-        kept = x if window is None else x[:, -min(window, x.shape[1]) :]
-        return constrain(context.layout, kept.transpose(axes), "rows", "tensor")
+        cached_columns = x if window is None else x[:, -min(window, x.shape[1]) :]
+        return constrain(context.layout, cached_columns.transpose(axes), "rows", "tensor")
 
     def attend_fn(query: Array, key: Array, value: Array) -> tuple[Array, Params]:
         out = row_attention(context, query, key, value, mask, window=window)
@@ -418,9 +418,9 @@ def empty_cache(
     config, layers = context.config, []
     for index in range(config.num_hidden_layers):
         window = _window(config, index)
-        held = columns if window is None else min(window + queries - 1, columns)
+        layer_columns = columns if window is None else min(window + queries - 1, columns)
         shape = (rows, context.held_heads, config.head_dim)
-        layer = empty_segments(shape, segment_sizes(held, block), context.dtype, int8)
+        layer = empty_segments(shape, segment_sizes(layer_columns, block), context.dtype, int8)
         layers.append(_by_rows_and_heads(context, layer))
     return layers
 
@@ -459,10 +459,10 @@ def decode(
     x, new_cache = _embed(context, backbone, tokens, positions, sharded_table=False), []
     places = jnp.atleast_1d(index)[:, None] + jnp.arange(tokens.shape[1])[None]  # [1 or B, Q]
     end = jnp.max(places) + 1 if end is None else end
-    for number, (params, prompt, own) in enumerate(zip(backbone["layers"], prefix.layers, cache, strict=True)):
+    for number, (params, prompt, layer_cache) in enumerate(zip(backbone["layers"], prefix.layers, cache, strict=True)):
         rope, window = _at_layer(config, ropes, number)[0], _window(config, number)
         at = {"mask": prefix.mask, "places": places, "index": index, "end": end, "active": active}
-        x, layer = _decode_layer(context, params, x, rope, prompt, own, **at, window=window)
+        x, layer = _decode_layer(context, params, x, rope, prompt, layer_cache, **at, window=window)
         new_cache.append(layer)
     return _final_norm(context, backbone, x), new_cache
 
@@ -490,23 +490,23 @@ def _decode_layer(
     def attend_fn(query: Array, key: Array, value: Array) -> tuple[Array, list[Params]]:
         new = write(cache, key, value, index, ring=window is not None, active=active)
         new = _by_rows_and_heads(context, new)
-        own, start = [], 0
+        response_segments, start = [], 0
         for segment, keep in zip(new, keeps, strict=True):
-            own.append(Segment(segment, keep, end > start if start else True))
+            response_segments.append(Segment(segment, keep, end > start if start else True))
             start += columns_of(segment)
-        return attend_cached(query, before, own, context.config.score_function), new
+        return attend_cached(query, before, response_segments, context.config.score_function), new
 
     return Block(context).apply({"params": params}, x, rope, attend_fn)
 
 
-def _keep_of_prompt(mask: Array, held: int, places: Array, window: int | None) -> Array:
-    """Which of the last `held` columns of [P, C] prompts each token sees: bool [P, G or 1, Q or 1, held]."""
-    first = mask.shape[1] - held
+def _keep_of_prompt(mask: Array, length: int, places: Array, window: int | None) -> Array:
+    """Which of the last `length` columns of [P, C] prompts each token sees: bool [P, G or 1, Q or 1, length]."""
+    first = mask.shape[1] - length
     keep = mask[:, None, None, first:]
     if window is None:
         return keep
     columns = jnp.arange(first, mask.shape[1])
-    seen = columns[None, None] > (mask.shape[1] + places - window)[..., None]  # [1 or B, Q, held]
+    seen = columns[None, None] > (mask.shape[1] + places - window)[..., None]  # [1 or B, Q, length]
     return keep & seen.reshape(min(len(places), len(keep)), -1, *seen.shape[1:])
 
 
@@ -518,8 +518,8 @@ def _keep_of_cache(sizes: list[int], places: Array, window: int | None) -> list[
         if window is None:
             keep = columns[None, None] <= places[..., None]
         else:
-            held = newest_positions(columns, places[:, -1:], total)  # [1 or B, 1, size]
-            keep = (held >= 0) & (held <= places[..., None]) & (held > places[..., None] - window)
+            positions = newest_positions(columns, places[:, -1:], total)  # [1 or B, 1, size]
+            keep = (positions >= 0) & (positions <= places[..., None]) & (positions > places[..., None] - window)
         keeps.append(keep[:, None])
         start += size
     return keeps

@@ -195,10 +195,10 @@ class Context:
     def held_heads(self) -> int:
         """Heads of keys and values as they are attended and cached: where they are fewer than the devices on the axis
         `tensor`, or do not divide by them, copied so that each device holds those that its queries read."""
-        own = self.config.num_key_value_heads
+        kv_heads = self.config.num_key_value_heads
         if self.layout is None or self.layout.folded:
-            return own
-        return math.lcm(own, self.layout.mesh.shape["tensor"])
+            return kv_heads
+        return math.lcm(kv_heads, self.layout.mesh.shape["tensor"])
 
     def at_layer(self, layer: int | Array, last: int | None = None) -> Context:
         """The context of one layer."""

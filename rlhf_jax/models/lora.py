@@ -64,26 +64,26 @@ def resolve_targets(model: Any, names: Sequence[str] | None, option: str) -> tup
       UserError: a name or pattern that is no linear layer, or that is one in some of the layers only.
     """
     family = model.family
-    known = f"{', '.join(family.linears)}, or {ALL_LINEAR!r}"
+    choices = f"{', '.join(family.linears)}, or {ALL_LINEAR!r}"
     if names is None:
         if not family.lora_targets:
-            raise UserError(f"{option}: PEFT has no default for {family.name}; name layers of {known}.")
+            raise UserError(f"{option}: PEFT has no default for {family.name}; name layers of {choices}.")
         return family.lora_targets
     if ALL_LINEAR in names:
         return tuple(family.linears)
     if not names:
-        raise UserError(f"{option} names no layer; there are {known}.")
-    linears, others = _module_names(model)
+        raise UserError(f"{option} names no layer; there are {choices}.")
+    linears, other_modules = _module_names(model)
     of_name = {
-        name: [module for module, (own, _) in linears.items() if own == name or f".{module}".endswith(f".{name}")]
+        name: [module for module, (kind, _) in linears.items() if kind == name or f".{module}".endswith(f".{name}")]
         for name in names
     }
     if len(names) == 1 and not of_name[names[0]]:
-        of_name[names[0]] = _matches(names[0], linears, others, option)
+        of_name[names[0]] = _matches(names[0], linears, other_modules, option)
     if unknown := [name for name in names if not of_name[name]]:
         raise UserError(
             f"{option}: {unknown[0]!r} is no linear layer of {family.name}, nor alone a regular expression of whole "
-            f"names such as {next(iter(linears))}; there are {known} for all of them (the head is none of these: see "
+            f"names such as {next(iter(linears))}; there are {choices} for all of them (the head is none of these: see "
             "modules_to_save)."
         )
     layers: dict[str, set[int]] = {}
@@ -104,23 +104,23 @@ def _module_names(model: Any) -> tuple[dict[str, tuple[str, int]], list[str]]:
     """({a linear layer's name in the checkpoint: (its name in `Family.linears`, layer)}, names of other modules)."""
     family, paths = model.family, {path: name for name, path in model.family.linears.items()}
     linears: dict[str, tuple[str, int]] = {}
-    others = [name for name, path in family.modules.items() if path[0] != "backbone"]
+    other_modules = [name for name, path in family.modules.items() if path[0] != "backbone"]
     for tensor in family.tensors(model.config):
         module, path = f"{family.prefix}{tensor.name.rpartition('.')[0]}", tensor.path[:-1]
         if path in paths:
             linears[module] = paths[path], tensor.layer
         else:
-            others.append(module)
-    return linears, others
+            other_modules.append(module)
+    return linears, other_modules
 
 
-def _matches(pattern: str, linears: Iterable[str], others: Iterable[str], option: str) -> list[str]:
+def _matches(pattern: str, linears: Iterable[str], other_modules: Iterable[str], option: str) -> list[str]:
     """The linear layers whose whole names match a regular expression."""
     try:
         expression = re.compile(pattern)
     except (re.error, OverflowError, RecursionError) as error:
         raise UserError(f"{option}: {pattern!r} is neither a layer nor a regular expression ({error}).") from None
-    if wrong := [module for module in others if module != "score" and expression.fullmatch(module)]:
+    if wrong := [module for module in other_modules if module != "score" and expression.fullmatch(module)]:
         raise UserError(
             f"{option}: {pattern!r} also matches {wrong[0]}, which gets no adapter here: see modules_to_save."
         )

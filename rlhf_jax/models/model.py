@@ -352,10 +352,10 @@ class Model:
             of_layers = specs["backbone"].pop("layers")
             return specs, jax.tree.map(lambda x: NamedSharding(x.mesh, P(*x.spec[1:])), of_layers)
 
-        def gather(tree, split, whole):
+        def gather(tree, split, gathered_sharding):
             tree = jax.lax.with_sharding_constraint(tree, split)
             # Or XLA for GPUs moves casts and sums behind the gather, which then sends twice the bytes.
-            return jax.lax.with_sharding_constraint(jax.lax.optimization_barrier(tree), whole)
+            return jax.lax.with_sharding_constraint(jax.lax.optimization_barrier(tree), gathered_sharding)
 
         without_fsdp = {"fsdp": None, "vocabulary": "tensor"}
         rules = [(path, tuple(without_fsdp.get(name, name) for name in row)) for path, row in self._param_names]

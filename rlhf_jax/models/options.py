@@ -110,8 +110,8 @@ class AdapterOptions(Options):
                 yield "load_in_8bit and load_in_4bit are both set: frozen kernels have one form. Remove one of them."
             return
         unused = ("adapters", "model_adapter_name", "ref_adapter_name", "lora_target_modules", "modules_to_save")
-        given = [name for name in (*unused, "load_in_8bit", "load_in_4bit") if vars(self).get(name)]
-        given += ["start_adapter"] if self.start_adapter != "auto" else []
-        given += ["lora_value"] if self.lora_value != "full" else []
-        if given:
-            yield f"{given[0]} {vars(self)[given[0]]!r} needs use_peft: without it there are no adapters."
+        names = [name for name in (*unused, "load_in_8bit", "load_in_4bit") if vars(self).get(name)]
+        names += ["start_adapter"] if self.start_adapter != "auto" else []
+        names += ["lora_value"] if self.lora_value != "full" else []
+        if names:
+            yield f"{names[0]} {vars(self)[names[0]]!r} needs use_peft: without it there are no adapters."

@@ -47,18 +47,18 @@ def custom_shape(spec: str, vocab_size: int, max_positions: int = 2048, **overri
         )
     try:
         layers, width, heads, *rest = (int(part) for part in shape.split("x"))
-        (own,) = rest or (heads,)
+        (kv_heads,) = rest or (heads,)
     except ValueError:
         raise UserError(
             f"model shape {spec!r} is not [FAMILY:]LAYERSxWIDTHxHEADS[xKV], such as 4x128x4 or qwen2:4x128x4x2."
         ) from None
-    if min(layers, width, heads, own) < 1 or width % heads or heads % own:
+    if min(layers, width, heads, kv_heads) < 1 or width % heads or heads % kv_heads:
         raise UserError(
             f"model shape {spec!r}: numbers must be positive, the width {width} divisible by {heads} heads, and these "
-            f"by {own} heads of keys and values."
+            f"by {kv_heads} heads of keys and values."
         )
     if name in ("", "gpt_neox"):
-        if own != heads:
+        if kv_heads != heads:
             raise UserError(f"model shape {spec!r}: GPT-NeoX has as many heads of keys and values as of queries.")
         return _gpt_neox(
             layers, width, heads, vocab_size=vocab_size, max_position_embeddings=max_positions, **overrides
@@ -74,7 +74,7 @@ def custom_shape(spec: str, vocab_size: int, max_positions: int = 2048, **overri
             "num_attention_heads": heads,
             "head_dim": width // heads,
         }
-        hf |= {"num_key_value_heads": own, "intermediate_size": -(-width // 3) * 8, "rms_norm_eps": 1e-6}
+        hf |= {"num_key_value_heads": kv_heads, "intermediate_size": -(-width // 3) * 8, "rms_norm_eps": 1e-6}
         hf |= {"max_position_embeddings": max_positions}
         hf |= {"query_pre_attn_scalar": width // heads} if name.startswith("gemma") else {}
     if name in IMAGE_FAMILIES:

@@ -62,12 +62,12 @@ def place(batch: Any, mesh: Mesh, count: int) -> Any:
     by_rows = sharding.batch_sharding(mesh)
     if by_rows.is_fully_addressable:
         return sharding.shard_batch(batch, mesh)
-    held = held_rows(mesh, count)
+    row_indices = held_rows(mesh, count)
 
     def put(x):
         def rows(index):
             start, stop, _ = index[0].indices(count)
-            first = int(np.searchsorted(held, start))
+            first = int(np.searchsorted(row_indices, start))
             return x[first : first + stop - start]
 
         return jax.make_array_from_callback((count, *x.shape[1:]), by_rows, rows)

@@ -28,10 +28,10 @@ def check() -> None:
     """
     asked = os.environ.get("JAX_PLATFORMS") or jax.config.jax_platforms or ""
     try:
-        found = jax.devices()
+        devices = jax.devices()
     except (AssertionError, RuntimeError) as error:
         raise UserError(_missing(asked, error)) from error
-    if not asked and found[0].platform == "cpu" and (gpus := len(glob.glob(GPU_FILES))):
+    if not asked and devices[0].platform == "cpu" and (gpus := len(glob.glob(GPU_FILES))):
         print(
             f"jax uses the CPU, though this machine has {_counted(gpus, 'NVIDIA GPU')}: {_install('cuda')}",
             file=sys.stderr,

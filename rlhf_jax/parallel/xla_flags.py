@@ -27,19 +27,19 @@ def are_deterministic() -> bool:
 
 def add(flags: Mapping[str, bool | str]) -> None:
     """Adds flags to XLA_FLAGS. One that the user has set stays, but for lists of passes, which are joined."""
-    given = flags_now()
+    old_flags = flags_now()
     flags = {name: str(value).lower() if isinstance(value, bool) else value for name, value in flags.items()}
-    merged = {**flags, **given}
+    merged = {**flags, **old_flags}
     passes = "xla_disable_hlo_passes"
-    if passes in flags and passes in given:
-        merged[passes] = ",".join(dict.fromkeys([*given[passes].split(","), *flags[passes].split(",")]))
-    words = [f"--{name}={value}" if value or name not in given else f"--{name}" for name, value in merged.items()]
+    if passes in flags and passes in old_flags:
+        merged[passes] = ",".join(dict.fromkeys([*old_flags[passes].split(","), *flags[passes].split(",")]))
+    words = [f"--{name}={value}" if value or name not in old_flags else f"--{name}" for name, value in merged.items()]
     os.environ["XLA_FLAGS"] = " ".join(words)
 
 
 def add_those_of_gpus() -> None:
     """Adds `GPU`'s where JAX may find NVIDIA GPUs; elsewhere they would only change the keys of cached programs."""
     platforms = os.environ.get("JAX_PLATFORMS", "")
-    wanted = not platforms or {"cuda", "gpu"} & set(platforms.split(","))
-    if wanted and any(importlib.util.find_spec(name) for name in CUDA_PLUGINS):
+    gpu_allowed = not platforms or {"cuda", "gpu"} & set(platforms.split(","))
+    if gpu_allowed and any(importlib.util.find_spec(name) for name in CUDA_PLUGINS):
         add(GPU)

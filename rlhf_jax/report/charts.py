@@ -222,9 +222,9 @@ def sections(curves: Curves) -> list[dict[str, Any]]:
                 section.append({"title": chart.title, "metrics": metrics, "log": chart.log})
         if section:
             result.append({"title": title, "charts": section})
-    others = [n for n in names if n not in used and not any(fnmatch.fnmatchcase(n, pattern) for pattern in _NO_CHART)]
-    others = [name for name in others if curves.add(name)]
-    charts = [{"title": name, "metrics": [name], "log": False} for name in sorted(others)]
+    unlisted = [n for n in names if n not in used and not any(fnmatch.fnmatchcase(n, pattern) for pattern in _NO_CHART)]
+    unlisted = [name for name in unlisted if curves.add(name)]
+    charts = [{"title": name, "metrics": [name], "log": False} for name in sorted(unlisted)]
     return [*result, {"title": "All other metrics", "charts": charts, "closed": True}] if charts else result
 
 
@@ -245,10 +245,10 @@ def scatter(curves: Curves, x: str, y: str, square_root: bool = False, max_point
         steps, x_values, y_values = x_curve.steps[finite], x_curve.mean[finite], y_values[finite]
         if not len(steps):
             continue
-        kept = _evenly_spaced(len(steps), max_points)
+        indices = _evenly_spaced(len(steps), max_points)
         x_values = np.sqrt(np.maximum(x_values, 0.0)) if square_root else x_values
-        points = {"x": rounded_list(x_values[kept]), "y": rounded_list(y_values[kept])}
-        result.append({"group": i, **points, "step": rounded_list(steps[kept])})
+        points = {"x": rounded_list(x_values[indices]), "y": rounded_list(y_values[indices])}
+        result.append({"group": i, **points, "step": rounded_list(steps[indices])})
     return result
 
 
@@ -268,12 +268,12 @@ def clocks(curves: Curves) -> list[dict[str, Any]]:
             continue
         durations = seconds.at(steps)
         hours = np.cumsum(np.where(np.isfinite(durations), durations, 0.0)) / 3600
-        kept = _evenly_spaced(len(steps), 300)
+        indices = _evenly_spaced(len(steps), 300)
         result.append(
             {
-                "step": rounded_list(steps[kept], 9),
-                "episode": rounded_list(episode.at(steps)[kept], 9),
-                "hours": rounded_list(hours[kept], 6),
+                "step": rounded_list(steps[indices], 9),
+                "episode": rounded_list(episode.at(steps)[indices], 9),
+                "hours": rounded_list(hours[indices], 6),
             }
         )
     return result

@@ -20,9 +20,9 @@ def gold_metric(group: Group) -> str | None:
     weights = config.get("reward_weights") or ()
     names = _reward_names(config)
     logged = [name.split("/")[1] for name in metrics if name.startswith("rewards/") and name.endswith("/mean")]
-    others = [name for name in logged if name not in names]  # functions passed to rlhf_jax.run
-    if len(others) == 1 and len(names) + 1 == len(weights):
-        names += others
+    other_names = [name for name in logged if name not in names]  # functions passed to rlhf_jax.run
+    if len(other_names) == 1 and len(names) + 1 == len(weights):
+        names += other_names
     if len(names) != len(weights):
         return None
     candidates = [f"rewards/{name}/mean" for name, weight in zip(names, weights) if weight == 0]
@@ -93,7 +93,7 @@ def gold_reward_chart(curves: charts.Curves) -> dict[str, Any] | None:
         chart["name"] = chart["name"] or metric.split("/")[1]
         for kind, x, y in (("train", "objective/kl", metric), ("eval", "eval/kl", f"eval_{metric}")):
             points = charts.scatter(group_curves, x, y, square_root=True)
-            chart[kind] += [{**own, "group": i} for own in points]
+            chart[kind] += [{**point, "group": i} for point in points]
         kl, reward = group.curve("objective/kl"), group.curve(metric)
         d = np.sqrt(np.maximum(kl.mean, 0.0))
         if (coefficients := fit(d, reward.at(kl.steps))) is not None:

@@ -101,9 +101,9 @@ def _rows(run: Run, path: str, prompts: dict[str, int]) -> list[dict[str, Any]]:
         if images := _thumbnails(row.get(THUMBNAILS)):
             sample["images"] = images
         apart = (*_TEXTS, THUMBNAILS, "score", "length", "advantage", "ended")
-        others = {n: v for n, v in row.items() if n not in apart}
+        extras = {n: v for n, v in row.items() if n not in apart}
         more = {
-            n: rounded(x) if (x := numbers[n]) is not None and math.isfinite(x) else _text(v) for n, v in others.items()
+            n: rounded(x) if (x := numbers[n]) is not None and math.isfinite(x) else _text(v) for n, v in extras.items()
         }
         if more:
             sample["more"] = {_text(name): value for name, value in more.items() if value is not None}

@@ -68,7 +68,7 @@ def aggregate_runs(runs: Sequence[tuple[np.ndarray, np.ndarray]]) -> Curve:
     steps = runs[0][0]
     for other, _ in runs[1:]:
         steps = np.intersect1d(steps, other)
-    rows = np.stack([values[np.isin(own, steps)] for own, values in runs])
+    rows = np.stack([values[np.isin(run_steps, steps)] for run_steps, values in runs])
     finite = np.isfinite(rows)
     count = finite.sum(axis=0)
     with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
@@ -83,15 +83,15 @@ def downsample(curve: Curve, max_points: int = MAX_POINTS) -> Curve:
     n = len(curve.steps)
     if n <= max_points:
         return curve
-    kept = {0, n - 1}
+    positions = {0, n - 1}
     low, high = (np.where(np.isfinite(x), x, np.nan) for x in (curve.low, curve.high))
     edges = np.linspace(1, n - 1, max((max_points - 2) // 2, 1) + 1).astype(int)
     for start, end in zip(edges[:-1], edges[1:], strict=True):
         if np.isfinite(low[start:end]).any():
-            kept |= {start + int(np.nanargmin(low[start:end])), start + int(np.nanargmax(high[start:end]))}
+            positions |= {start + int(np.nanargmin(low[start:end])), start + int(np.nanargmax(high[start:end]))}
         else:  # keep the gap
-            kept.add(int(start))
-    index = np.array(sorted(kept))
+            positions.add(int(start))
+    index = np.array(sorted(positions))
     return Curve(curve.steps[index], curve.mean[index], curve.low[index], curve.high[index], curve.count)
 
 

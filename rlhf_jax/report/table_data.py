@@ -95,13 +95,13 @@ def headlines(group: Group, tab: str) -> list[dict[str, Any]]:
     rows = []
     for name, label in HEADLINES[tab]:
         values = [np.asarray(run.series[name][1], np.float64) for run in group.runs if name in run.series]
-        values = [own[np.isfinite(own)] for own in values]
-        values = [own for own in values if len(own)]
+        values = [run_values[np.isfinite(run_values)] for run_values in values]
+        values = [run_values for run_values in values if len(run_values)]
         if not values:
             continue
-        counts = [1 if name.startswith("eval/") else min(max(len(own) // 10, 1), 20) for own in values]
-        last = [float(own[-count:].mean()) for own, count in zip(values, counts, strict=True)]
-        first = [float(own[:count].mean()) for own, count in zip(values, counts, strict=True)]
+        counts = [1 if name.startswith("eval/") else min(max(len(run_values) // 10, 1), 20) for run_values in values]
+        last = [float(run_values[-count:].mean()) for run_values, count in zip(values, counts, strict=True)]
+        first = [float(run_values[:count].mean()) for run_values, count in zip(values, counts, strict=True)]
         spread = float(np.std(last, ddof=1)) if len(last) > 1 else None
         if spread is None and name == "eval/scores" and "eval/scores_se" in group.runs[0].series:
             spread = float(group.runs[0].series["eval/scores_se"][1][-1])

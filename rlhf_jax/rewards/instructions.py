@@ -317,8 +317,8 @@ def instruction_reward(
     if log_metric is not None:
         known_rows = [all(row) for row in by_row if row]
         for name, values in {**met, "all": known_rows}.items():
-            if kept := [value for value in values if value is not None]:
-                log_metric(f"instructions/{name}", sum(kept) / len(kept))
+            if outcomes := [value for value in values if value is not None]:
+                log_metric(f"instructions/{name}", sum(outcomes) / len(outcomes))
     return [sum(row) / len(row) if row else None for row in by_row]
 
 

@@ -140,15 +140,15 @@ def column_types(function: Any) -> dict[str, tuple[type, ...]]:
         hints = typing.get_type_hints(function if inspect.isroutine(function) else type(function).__call__)
     except Exception:  # annotations are user code
         return {}
-    found = {}
+    column_kinds = {}
     for name, hint in hints.items():
         origin, arguments = typing.get_origin(hint), typing.get_args(hint)
         if name in KEYWORDS or not isinstance(origin, type) or not issubclass(list, origin) or len(arguments) != 1:
             continue
         kinds = typing.get_args(arguments[0]) or (arguments[0],)
         if all(isinstance(kind, type) and kind is not Any for kind in kinds):
-            found[name] = (*kinds, int) if float in kinds else kinds
-    return found
+            column_kinds[name] = (*kinds, int) if float in kinds else kinds
+    return column_kinds
 
 
 def type_note(name: str, function: Any, rows: Iterable[Mapping[str, Any]]) -> str | None:
@@ -159,10 +159,10 @@ def type_note(name: str, function: Any, rows: Iterable[Mapping[str, Any]]) -> st
             value = row.get(column)
             if value is not None and not isinstance(value, kinds):
                 expects = " or ".join(dict.fromkeys(kind.__name__ for kind in kinds))
-                own = unwrap_partial(function).__module__ == builtin.__name__
+                built_in = unwrap_partial(function).__module__ == builtin.__name__
                 return (
                     f"column {column!r} holds {type_with_article(value)}, {quoted(value, 60)}, but reward function "
-                    f"{name} expects {expects}: {'its text is compared' if own else 'it gets the value as it is'}"
+                    f"{name} expects {expects}: {'its text is compared' if built_in else 'it gets the value as it is'}"
                 )
     return None
 
@@ -245,15 +245,15 @@ def load_object(spec: str, kind: str, names: Sequence[str] = ()) -> Any:
     for part in name.split("."):
         if not hasattr(target, part):
             attributes = getattr(target, "__dict__", {})
-            known = [key for key, value in attributes.items() if callable(value) and not key.startswith("_")]
-            has = _suggest(part, known) or (f" It has {', '.join(known[:8])}." if known else "")
+            public_names = [key for key, value in attributes.items() if callable(value) and not key.startswith("_")]
+            has = _suggest(part, public_names) or (f" It has {', '.join(public_names[:8])}." if public_names else "")
             raise UserError(f"{title}: {place} has no {part!r}.{has}")
         target = getattr(target, part)
     return target
 
 
-def _suggest(name: str, known: Iterable[str]) -> str:
-    close = difflib.get_close_matches(name, list(known), cutoff=0.6)
+def _suggest(name: str, names: Iterable[str]) -> str:
+    close = difflib.get_close_matches(name, list(names), cutoff=0.6)
     return f" Did you mean {' or '.join(close)}?" if close else ""
 
 

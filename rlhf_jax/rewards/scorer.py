@@ -122,11 +122,11 @@ def open_models(config: RewardOptions, tokenizer, conversational: bool) -> list[
         rows = model.config.vocab_size
         if as_ids:
             tokenizer.check_rows(rows, f"reward model {path}")
-        own = None
+        model_tokenizer = None
         if not as_ids:
-            own = data.load_tokenizer(path, revision, vocab_size=rows)
-            own = dataclasses.replace(own, template_date=tokenizer.template_date)
-        reward_models.append(RewardModel(name, path, revision, model, own))
+            model_tokenizer = data.load_tokenizer(path, revision, vocab_size=rows)
+            model_tokenizer = dataclasses.replace(model_tokenizer, template_date=tokenizer.template_date)
+        reward_models.append(RewardModel(name, path, revision, model, model_tokenizer))
     return reward_models
 
 
@@ -203,8 +203,8 @@ class Scorer:
     @property
     def template_date(self) -> str | None:
         """The date that the chat template of a reward model prints for conversations (see `ChatTemplate.date`)."""
-        own = (model.tokenizer for model in self.models if model.tokenizer is not None)
-        dates = (ChatTemplate(tokenizer, self.config.chat_template_kwargs).date for tokenizer in own)
+        tokenizers = (model.tokenizer for model in self.models if model.tokenizer is not None)
+        dates = (ChatTemplate(tokenizer, self.config.chat_template_kwargs).date for tokenizer in tokenizers)
         return next(filter(None, dates), None)
 
     def check_columns(self, columns: Sequence[str]) -> None:
@@ -218,8 +218,8 @@ class Scorer:
 
     def set_params(self, params: Sequence[Params]) -> None:
         """Takes the params of the reward models, in order, on the mesh."""
-        for reader, own in zip(self.models, params, strict=True):
-            reader.params = own
+        for reader, model_params in zip(self.models, params, strict=True):
+            reader.params = model_params
 
     # --- programs
 
@@ -310,8 +310,12 @@ class Scorer:
         """
         if not self._scores_ids:
             return None
-        held = [own for model, own in zip(self.models, params, strict=True) if model.tokenizer is None]
-        _, dense, _ = build("score", self._on_device, sharding.resident(held), rollout, group, resident=held)
+        reader_params = [
+            model_params for model, model_params in zip(self.models, params, strict=True) if model.tokenizer is None
+        ]
+        _, dense, _ = build(
+            "score", self._on_device, sharding.resident(reader_params), rollout, group, resident=reader_params
+        )
         return next((x for x in dense if x.ndim == 2), None)
 
     # --- scoring
@@ -358,7 +362,7 @@ class Scorer:
         params = [sharding.resident(m.params) for m in readers]
         run = self.run if self._scores_ids else run_program
         scores, dense, finite = run("score", self._on_device, params, rollout, group)
-        held, finite = self._fetch(rollout, source, rows, finite, conversations)
+        held_rows, finite = self._fetch(rollout, source, rows, finite, conversations)
         checks = list(zip([*(m.name for m in readers), *self._device_names], finite))
         if checks:
             seconds["device"] = time.perf_counter() - began
@@ -366,13 +370,13 @@ class Scorer:
         for i, model in enumerate(self.models):
             if model.tokenizer is not None:
                 began = time.perf_counter()
-                placed = self._tokens(model, held, b)
+                placed = self._tokens(model, held_rows, b)
                 by_model[model.name] = self._texts(i, sharding.resident(model.params), *placed)
                 checks.append((model.name, np.isfinite(local_rows.fetch(by_model[model.name], self._mesh))))
                 seconds[model.name] = time.perf_counter() - began
         results = error = None
         try:
-            results = self._score_owned(held, owned[jax.process_index()], checks, state)
+            results = self._score_owned(held_rows, owned[jax.process_index()], checks, state)
         except UserError as raised:
             error = raised
         failed, broken, host_rewards, metrics, extra = self._merge(
@@ -396,28 +400,28 @@ class Scorer:
         self, rollout: Rollout, source, rows: np.ndarray, finite, conversations: Any
     ) -> tuple[_HeldRows, list[np.ndarray]]:
         """What rewards on the host read of the rows of this process, and `finite` of these rows, in one transfer."""
-        held = _HeldRows(source, rows, local_rows.held_rows(self._mesh, len(rows)))
+        held_rows = _HeldRows(source, rows, local_rows.held_rows(self._mesh, len(rows)))
         to_fetch = (rollout.response, rollout.lengths, rollout.ended) if self.needs_text else ()
         fetched, finite = local_rows.fetch((to_fetch, finite), self._mesh)
         if self.needs_text:
-            response, lengths, held.ended = fetched
-            held.ids = interface.completion_ids(response, np.maximum(lengths, 0))
-            held.texts = [self.tokenizer.decode(row, skip_special_tokens=True) for row in held.ids]
-            held.completions = source.as_completions(held.texts)
+            response, lengths, held_rows.ended = fetched
+            held_rows.ids = interface.completion_ids(response, np.maximum(lengths, 0))
+            held_rows.texts = [self.tokenizer.decode(row, skip_special_tokens=True) for row in held_rows.ids]
+            held_rows.completions = source.as_completions(held_rows.texts)
             if conversations is not None:
-                held.completions, held.columns = conversations.messages, conversations.columns
-        return held, finite
+                held_rows.completions, held_rows.columns = conversations.messages, conversations.columns
+        return held_rows, finite
 
-    def _tokens(self, model: RewardModel, held: _HeldRows, count: int) -> tuple[Array, Array]:
+    def _tokens(self, model: RewardModel, held_rows: _HeldRows, count: int) -> tuple[Array, Array]:
         """Tokens of a batch of `count` rows by the tokenizer of a model that reads text, on the mesh."""
-        context, source = model.model.config.max_position_embeddings, held.source
+        context, source = model.model.config.max_position_embeddings, held_rows.source
         tokens = lengths = error = None
         try:
             tokens, lengths = reward_tokens(
                 model.tokenizer,
-                source.texts(held.rows[held.positions]),
-                held.completions,
-                held.ended,
+                source.texts(held_rows.rows[held_rows.positions]),
+                held_rows.completions,
+                held_rows.ended,
                 text_eos=self.config.reward_text_eos,
                 chat_template_kwargs=self.config.chat_template_kwargs,
                 max_length=context,
@@ -430,31 +434,31 @@ class Scorer:
         return local_rows.place((tokens, lengths), self._mesh, count)
 
     def _score_owned(
-        self, held: _HeldRows, owned: np.ndarray, checks: list[tuple[str, np.ndarray]], state
+        self, held_rows: _HeldRows, owned: np.ndarray, checks: list[tuple[str, np.ndarray]], state
     ) -> dict[str, Any]:
         """Results of this process for the rows that it owns, of values that JSON has.
 
         Args:
-          held: the rows that it holds.
+          held_rows: the rows that it holds.
           owned: positions in the batch of those that it owns.
           checks: (name of a reward of the device, whether it is finite, of the rows that it holds).
           state: a TrainerState.
         """
-        own, source, rows = np.searchsorted(held.positions, owned), held.source, held.rows[owned]
-        texts = None if held.texts is None else [held.texts[i] for i in own]
+        indices, source, rows = np.searchsorted(held_rows.positions, owned), held_rows.source, held_rows.rows[owned]
+        texts = None if held_rows.texts is None else [held_rows.texts[i] for i in indices]
         failed, broken, messages = np.zeros(len(owned), bool), np.zeros(len(owned), bool), []
         update_reports = self.config.reward_failure == "raise" and not state.is_eval  # then on_nonfinite decides
         for name, is_finite in checks:
             if update_reports:
-                broken |= ~is_finite[own]
+                broken |= ~is_finite[indices]
                 continue
-            messages += self._check_finite(name, is_finite[own], source, rows, texts, owned)
-            failed |= ~is_finite[own]
+            messages += self._check_finite(name, is_finite[indices], source, rows, texts, owned)
+            failed |= ~is_finite[indices]
         results = {"rewards": None, "metrics": {}, "extra": {}, "seconds": {}}
         if self._host is not None:
-            ids = [held.ids[i] for i in own]
-            completions = copy.deepcopy([held.completions[i] for i in own])
-            columns = {name: [values[i] for i in own] for name, values in held.columns.items()}
+            ids = [held_rows.ids[i] for i in indices]
+            completions = copy.deepcopy([held_rows.completions[i] for i in indices])
+            columns = {name: [values[i] for i in indices] for name, values in held_rows.columns.items()}
             columns = {**source.columns(rows), **columns}
             called = self._host.call(source.texts(rows), completions, ids, columns, state)
             failed |= called.failed
@@ -480,9 +484,9 @@ class Scorer:
             if rewards is not None:
                 rewards[rows] = np.asarray(part["rewards"], np.float32).reshape(len(rows), len(self._host.names))
             for name, column in part["extra"].items():
-                whole = extra.setdefault(name, [None] * limit)
+                merged_column = extra.setdefault(name, [None] * limit)
                 for row, value in zip(rows, column):
-                    whole[row] = value
+                    merged_column[row] = value
             for name, value in part["metrics"].items():
                 if len(rows) or len(parts) == 1:
                     values.setdefault(name, []).append((value, len(rows)))

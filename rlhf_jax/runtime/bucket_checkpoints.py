@@ -74,8 +74,8 @@ class BucketCheckpoints:
         self._keep = Keep(keep, greater_is_better)
         if keep is not None and keep < 1:
             raise UserError(f"--save_total_limit {keep}: keep at least 1 checkpoint, or None for all")
-        found = multihost.from_first(self._look)
-        self._scores = {int(step): np.nan if score is None else score for step, score in found.items()}
+        scores = multihost.from_first(self._look)
+        self._scores = {int(step): np.nan if score is None else score for step, score in scores.items()}
         self._keep.scores.update(self._scores)
         self._saving: int | None = None
         self._thread: threading.Thread | None = None
@@ -87,17 +87,17 @@ class BucketCheckpoints:
 
     def _look(self) -> dict[str, float | None]:
         """{step: score} of complete steps; removes incomplete ones."""
-        found = {}
+        scores = {}
         for name in bucket.names(self.folder):
             if not name.isdigit():
                 continue
             try:
-                found[name] = json.loads(bucket.read(f"{self.folder}/{name}/{storage.MARKER}"))["score"]
+                scores[name] = json.loads(bucket.read(f"{self.folder}/{name}/{storage.MARKER}"))["score"]
             except FileNotFoundError:
                 storage.remove_tree(f"{self.folder}/{name}")
             except (ValueError, KeyError, TypeError):
-                found[name] = None
-        return found
+                scores[name] = None
+        return scores
 
     def room(self, state: Any) -> tuple[int, int | None]:
         """As `Checkpoints.room`, of the local folder."""
@@ -143,9 +143,9 @@ class BucketCheckpoints:
     def _commit(self, step: int, score: float | None) -> None:
         """The marker, once all processes have uploaded; then older steps over the limit are deleted."""
         where, count = f"{self.folder}/{step}", jax.process_count()
-        wanted = {f"{_UPLOADED}.{index}" for index in range(count)}
+        file_lists = {f"{_UPLOADED}.{index}" for index in range(count)}
         end = time.monotonic() + SAVE_TIMEOUT
-        while count > 1 and not wanted <= set(bucket.names(where)):
+        while count > 1 and not file_lists <= set(bucket.names(where)):
             if time.monotonic() > end:
                 raise OSError(f"the other processes did not upload their shards within {SAVE_TIMEOUT} seconds")
             if self._abandon.wait(_POLL_SECONDS):
@@ -234,17 +234,17 @@ class BucketCheckpoints:
           Damaged: a file is missing or has another size than was uploaded.
         """
         shutil.rmtree(local, ignore_errors=True)
-        found = bucket.find(where)
+        stored_files = bucket.find(where)
         try:
             count = json.loads(bucket.read(f"{where}/{storage.MARKER}"))["processes"]
-            wanted: dict[str, int] = {}
+            sizes: dict[str, int] = {}
             for index in range(count):
-                wanted |= json.loads(bucket.read(f"{where}/{_UPLOADED}.{index}"))
-            for name, size in wanted.items():
-                if name not in found or found[name][0] != size:
-                    raise ValueError(f"{name} {'is missing' if name not in found else 'was cut short'}")
+                sizes |= json.loads(bucket.read(f"{where}/{_UPLOADED}.{index}"))
+            for name, size in sizes.items():
+                if name not in stored_files or stored_files[name][0] != size:
+                    raise ValueError(f"{name} {'is missing' if name not in stored_files else 'was cut short'}")
                 copies.components(name, where)
-            bucket.download({f"{where}/{name}": os.path.join(local, name) for name in wanted})
+            bucket.download({f"{where}/{name}": os.path.join(local, name) for name in sizes})
         except storage.StorageError:
             raise
         except (FileNotFoundError, ValueError, KeyError, TypeError) as error:

@@ -80,8 +80,8 @@ class Keep:
     def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
         """Called by orbax after a save; whether to keep each checkpoint, in order of steps."""
         del context
-        kept = self.preserved([checkpoint.step for checkpoint in checkpoints])
-        return [checkpoint.step in kept for checkpoint in checkpoints]
+        preserved_steps = self.preserved([checkpoint.step for checkpoint in checkpoints])
+        return [checkpoint.step in preserved_steps for checkpoint in checkpoints]
 
     def preserved(self, steps: Sequence[int]) -> set[int]:
         """The steps to keep, from all steps in order."""
@@ -141,8 +141,8 @@ class Checkpoints:
 
     def _delete_excess(self) -> None:
         """Deletes checkpoints over the limit: a kill may have come before orbax did, or in between."""
-        kept = self._keep.preserved(self.steps())
-        excess = [step for step in self.steps() if step not in kept]
+        preserved_steps = self._keep.preserved(self.steps())
+        excess = [step for step in self.steps() if step not in preserved_steps]
         if not excess:
             return
         if multihost.is_main():

@@ -20,14 +20,14 @@ def may_change(rounding: bool = False) -> frozenset[str]:
 
 def in_config_json(options: dict[str, Any]) -> dict[str, Any]:
     """The options without those that are no property of a run."""
-    known = options_metadata()
-    return {name: value for name, value in options.items() if name not in known or known[name].in_config_json}
+    metadata = options_metadata()
+    return {name: value for name, value in options.items() if name not in metadata or metadata[name].in_config_json}
 
 
 def is_path(name: str) -> bool:
     """Whether an option names files, folders or something on the hub."""
-    known = options_metadata()
-    return name in known and known[name].path
+    metadata = options_metadata()
+    return name in metadata and metadata[name].path
 
 
 def flatten(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:

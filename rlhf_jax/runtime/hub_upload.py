@@ -44,14 +44,14 @@ def repository(config: RunOptions, stage: str) -> str | None:
     return name
 
 
-def push(config: RunOptions, name: str, folder: str, kept: str, warn: Callable[[str], None]) -> str | None:
+def push(config: RunOptions, name: str, folder: str, location: str, warn: Callable[[str], None]) -> str | None:
     """Uploads a model's folder; if that fails, warns with the command that uploads it later.
 
     Args:
       config: of a stage, with hub_private_repo.
       name: from `repository`; the repository is created if missing.
       folder: with the checkpoint, its tokenizer and model card.
-      kept: where the run keeps it: `folder`, or a folder in a bucket.
+      location: where the run keeps it: `folder`, or a folder in a bucket.
       warn: prints the warning.
 
     Returns:
@@ -62,11 +62,11 @@ def push(config: RunOptions, name: str, folder: str, kept: str, warn: Callable[[
         url = api.create_repo(name, private=config.hub_private_repo, exist_ok=True)
         api.upload_folder(repo_id=name, folder_path=folder, commit_message="Trained with rlhf_jax")
     except Exception as error:  # of any kind: the run is complete, and the upload can be repeated
-        if storage.is_remote(kept):
+        if storage.is_remote(location):
             how = f"copy it from the bucket into a FOLDER and upload that by `hf upload {name} FOLDER`"
         else:
-            how = f"upload it by `hf upload {name} {shlex.quote(kept)}`"
-        warn(f"{kept} was not uploaded to {name}: {_first_line(error)}. It is complete; {how}")
+            how = f"upload it by `hf upload {name} {shlex.quote(location)}`"
+        warn(f"{location} was not uploaded to {name}: {_first_line(error)}. It is complete; {how}")
         return None
     return str(url)
 

@@ -238,19 +238,19 @@ class Loop:
         if not self._metrics_stored():
             return
         name, score, started = self.config.metric_for_best_model, None, time.monotonic()
-        known = self.logger.last
+        metrics = self.logger.last
         if name is not None and not due:
-            score = known.get(name)
+            score = metrics.get(name)
         tokens = self.logger.tokens
         extra = {"total_steps": self.stage.total_steps, "due": [*due], "ended": ended, "num_tokens": tokens}
         self.checkpoints.save(self.step, self.state, {**extra, **self.stage.host_state()}, score)
         self._saved, self._saved_at = self.step, time.monotonic()
         self._save_seconds += self._saved_at - started
         self.stops.record_seconds(saving=self._saved_at - started)
-        evaluated = any(other.startswith("eval") for other in known)
-        if name is not None and name not in known and not due and (evaluated or not name.startswith("eval")):
+        evaluated = any(other.startswith("eval") for other in metrics)
+        if name is not None and name not in metrics and not due and (evaluated or not name.startswith("eval")):
             problem = f"--metric_for_best_model {name}: update {self.step} has no such metric; it has "
-            problem += ", ".join(sorted(known))
+            problem += ", ".join(sorted(metrics))
             if self.step < self.stage.total_steps:
                 raise UserError(problem)
             warn(problem)

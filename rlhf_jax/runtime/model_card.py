@@ -104,8 +104,8 @@ def model_card(
     data = ", ".join(f"the built-in {name} task" if name in BUILT_IN else f"`{name}`" for name in names)
     repeat = "`rlhf-jax train --config RUN/config.json`, with the `config.json` of its folder."
     if objects:
-        given = ", ".join(f"{name}=..." for name in objects)
-        repeat = f"`rlhf_jax.run(config, {given})` in Python; what was given there is not in its folder."
+        arguments = ", ".join(f"{name}=..." for name in objects)
+        repeat = f"`rlhf_jax.run(config, {arguments})` in Python; what was given there is not in its folder."
     if "train_dataset" in objects:
         data = "the data given to `rlhf_jax.run`"
     library = "peft" if adapter else "transformers"

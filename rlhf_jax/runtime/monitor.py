@@ -62,8 +62,8 @@ class Monitor:
     def _so_far(self) -> list[dict[str, Any]]:
         path = self._folder.metrics
         lines = logger.read_metrics(path) if storage.exists(path) else []
-        wanted = {"step", *WATCHED}
-        return [{k: v for k, v in line.items() if k in wanted or k.startswith("nonfinite/")} for line in lines]
+        keys = {"step", *WATCHED}
+        return [{k: v for k, v in line.items() if k in keys or k.startswith("nonfinite/")} for line in lines]
 
     def over(self, step: int) -> bool:
         """Whether the run ends with update `step`: an alarm of early_stop was raised before it.

@@ -108,9 +108,9 @@ class RunOptions(CommandOptions):
         yield from super().problems()
         unknown = [name for name in self.report_to if name not in TRACKERS]
         if unknown:
-            known = ", ".join((*TRACKERS, "none"))
+            choices = ", ".join((*TRACKERS, "none"))
             yield (
-                f"report_to: {', '.join(unknown)} is not supported; choose from {known} (metrics.jsonl is always "
+                f"report_to: {', '.join(unknown)} is not supported; choose from {choices} (metrics.jsonl is always "
                 "written)."
             )
 

@@ -212,8 +212,8 @@ class RunFolder:
         same_files = _same_files(self, _config_of(self, self.path), config)
         for name in [name for name in old if name.startswith(MODEL) and name not in inputs]:
             path = name.removeprefix(MODEL)
-            others = (new for new in inputs if new.startswith(MODEL) and new not in old)
-            new = next((new for new in others if same_files(path, new.removeprefix(MODEL))), name)
+            candidates = (new for new in inputs if new.startswith(MODEL) and new not in old)
+            new = next((new for new in candidates if same_files(path, new.removeprefix(MODEL))), name)
             old[new] = old.pop(name)
         lines = differences(old, inputs, ())
         if lines and not override:
@@ -316,9 +316,9 @@ class RunFolder:
         for path in (self.metrics, self.timings):
             if storage.exists(path):
                 lines = io.StringIO(storage.read_text(path, errors="replace", newline="\n"), newline="\n").readlines()
-                kept = [line for line in lines if keeps(_step_of(line))]
-                if kept != lines:
-                    storage.replace_appended(path, "".join(kept))
+                remaining_lines = [line for line in lines if keeps(_step_of(line))]
+                if remaining_lines != lines:
+                    storage.replace_appended(path, "".join(remaining_lines))
 
     def write_recipe(self, name: str, options: dict[str, Any]) -> None:
         """Writes recipe.json, {"config": name, "options"}, when a run begins; resumes do not overwrite it."""

@@ -119,8 +119,8 @@ class TrackerCallback(Callback):
             folder, shown = run_dir, os.path.relpath(run_dir, storage.working_folder())
         name = config.run_name or shown
         try:
-            own = stored.get(self.name, {})
-            stored[self.name] = self.start(folder, own, name, project, options)
+            entry = stored.get(self.name, {})
+            stored[self.name] = self.start(folder, entry, name, project, options)
         except Exception as error:
             reason = " ".join(str(error).split()) or type(error).__name__
             raise UserError(f"--report_to {self.name}: could not start: {reason}") from error

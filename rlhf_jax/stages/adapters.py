@@ -34,18 +34,18 @@ def lora_form(config: AdapterOptions, model: Model, kind: str) -> lora.Lora:
     family = model.family
     targets = lora.resolve_targets(model, config.lora_target_modules, "lora_target_modules")
     names = []
-    for given in config.modules_to_save or ():
-        names.append(given if given in family.modules else _ALIASES.get(given, given))
+    for module in config.modules_to_save or ():
+        names.append(module if module in family.modules else _ALIASES.get(module, module))
         path = family.modules.get(names[-1])
         if path == ("embed_out",) and kind == "causal" and model.config.tie_word_embeddings:
             embedding = next(name for name, path in family.modules.items() if path == ("backbone", "embed_in"))
             raise UserError(
-                f"modules_to_save: {given!r} is the embedding in this model (tie_word_embeddings); name {embedding!r}, "
-                "which trains both."
+                f"modules_to_save: {module!r} is the embedding in this model (tie_word_embeddings); name "
+                f"{embedding!r}, which trains both."
             )
         if path == ("score",) or (path == ("embed_out",) and kind == "scalar"):
             raise UserError(
-                f"modules_to_save: {given!r} is no module of this stage's model; a score head is always trained in "
+                f"modules_to_save: {module!r} is no module of this stage's model; a score head is always trained in "
                 "full."
             )
     saved = lora.resolve_modules_to_save(family, names, "modules_to_save")

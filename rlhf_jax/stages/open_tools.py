@@ -37,7 +37,7 @@ class Tools:
     def schemas(self) -> list[dict[str, Any]]:
         """Of all tools, each name once."""
         environments = {} if self.environments is None else self.environments.schemas
-        schemas = [*self.toolbox.schemas, *(schema for own in environments.values() for schema in own)]
+        schemas = [*self.toolbox.schemas, *(schema for schema_list in environments.values() for schema in schema_list)]
         return list({schema["function"]["name"]: schema for schema in schemas}.values())
 
     @property
@@ -69,14 +69,14 @@ class Tools:
                 raise UserError("chat_template_kwargs has 'tools', which cannot be called: give the option tools")
             return {**(kwargs or {}), "tools": self.schemas}
 
-        entries, own = self.config.datasets, "chat_template_kwargs"
+        entries, key = self.config.datasets, "chat_template_kwargs"
         if entries is not None:
-            entries = tuple({**entry, own: shown(entry[own])} if own in entry else entry for entry in entries)
+            entries = tuple({**entry, key: shown(entry[key])} if key in entry else entry for entry in entries)
         factory = self.config.environment_factory
         if self.environments is not None:
             factory = factory or ("an argument of rlhf_jax.run",)
         kwargs = shown(self.config.chat_template_kwargs)
-        changes: dict[str, Any] = {own: kwargs, "datasets": entries, "environment_factory": factory}
+        changes: dict[str, Any] = {key: kwargs, "datasets": entries, "environment_factory": factory}
         return dataclasses.replace(self.config, **changes)
 
     def turns(self, sources: Sequence[PromptData], tokenizer: Tokenizer, *, positions: int, mesh: Any) -> Turns | None:
@@ -131,7 +131,7 @@ def open_tools(config: PolicyConfig, functions: Sequence[Callable], environment_
     if environments is None:
         return tools
     names = {schema["function"]["name"] for schema in tools.toolbox.schemas}
-    for schema in (schema for own in environments.schemas.values() for schema in own):
+    for schema in (schema for schema_list in environments.schemas.values() for schema in schema_list):
         if schema["function"]["name"] in names:
             raise UserError(f"tool {schema['function']['name']!r} has the name of an environment's method: rename one")
     # A reset may return another text for each response.

@@ -68,18 +68,18 @@ def expected_lengths(response_lengths: Array, rows: Array, most: int) -> Array:
 def row_keys(key: Array, rows: Array, unfinished: Unfinished) -> Array:
     """Typed keys of rows [B]: of this rollout, or for responses that go on those that they started with."""
     fresh = jax.vmap(jax.random.fold_in, (None, 0))(key, rows)
-    held = jnp.repeat(unfinished.held, len(rows) // len(unfinished.held))
-    data = jnp.where(held[:, None], unfinished.keys, jax.random.key_data(fresh))
+    row_mask = jnp.repeat(unfinished.held, len(rows) // len(unfinished.held))
+    data = jnp.where(row_mask[:, None], unfinished.keys, jax.random.key_data(fresh))
     return jax.random.wrap_key_data(data)
 
 
 def begun(unfinished: Unfinished) -> PartialResponses:
     """The responses that go on; the others begin."""
-    held = jnp.repeat(unfinished.held, len(unfinished.lengths) // len(unfinished.held))
+    row_mask = jnp.repeat(unfinished.held, len(unfinished.lengths) // len(unfinished.held))
     return PartialResponses(
         response=unfinished.response,
         logprobs=unfinished.logprobs,
-        lengths=jnp.where(held, unfinished.lengths, 0),
+        lengths=jnp.where(row_mask, unfinished.lengths, 0),
         ended=unfinished.ended,
     )
 
@@ -138,9 +138,9 @@ def rows_of_update(train_data, seed: int, unfinished: Unfinished) -> np.ndarray:
     Returns:
       [P] int32.
     """
-    held, width = unfinished.held, len(unfinished.held)
+    group_mask, width = unfinished.held, len(unfinished.held)
     rows = unfinished.rows.copy()
-    numbers = int(unfinished.taken) + np.arange(int((~held).sum()))
+    numbers = int(unfinished.taken) + np.arange(int((~group_mask).sum()))
     orders = {step: train_data.rows_of(seed, step, width) for step in np.unique(numbers // width).tolist()}
-    rows[~held] = [orders[number // width][number % width] for number in numbers.tolist()]
+    rows[~group_mask] = [orders[number // width][number % width] for number in numbers.tolist()]
     return np.asarray(rows, np.int32)

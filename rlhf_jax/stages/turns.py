@@ -120,7 +120,7 @@ class _Prompt(NamedTuple):
     messages: Conversation
 
 
-class _Said(NamedTuple):
+class _TurnResult(NamedTuple):
     """What a turn that ended added to a response."""
 
     row: int
@@ -132,7 +132,7 @@ class _Said(NamedTuple):
 
 
 @dataclasses.dataclass
-class _Kept:
+class _GoingOn:
     """What responses that go on in the next update have besides their tokens: by row, of this process but `prompts` and
     `counts`, which are of all."""
 
@@ -147,13 +147,13 @@ class _Batch:
     """Responses of a rollout: those that this process holds, with the prompts' tokens and the environments of its own,
     and the `counts` of all."""
 
-    responses: _Held
+    responses: _LocalResponses
     prompt_lengths: dict[int, int]
     environments: dict[int, Any]
     counts: dict[int, np.ndarray]
 
 
-class _Held:
+class _LocalResponses:
     """The H responses that this process' devices hold, on the host.
 
     Attributes:
@@ -194,8 +194,8 @@ class _Held:
     def go_on(self, row: int, suffix: list[int], text: str) -> None:
         """Appends results to a response, as tokens that were not sampled; it continues after them."""
         index, state = self._index[row], self.states[row]
-        own = np.s_[index, self.lengths[index] : self.lengths[index] + len(suffix)]
-        self.response[own], self.sampled[own] = suffix, False
+        span = np.s_[index, self.lengths[index] : self.lengths[index] + len(suffix)]
+        self.response[span], self.sampled[span] = suffix, False
         self.lengths[index] += len(suffix)
         self.ended[index] = False
         state.start, state.prefix, state.turn = int(self.lengths[index]), text, state.turn + 1
@@ -242,7 +242,7 @@ class Turns:
         self._most_characters = longest * config.response_length
         self._templates: dict[str | None, ChatTemplate] = {}
         self._records: ToolRecords | None = None
-        self._kept: _Kept | None = None
+        self._kept: _GoingOn | None = None
 
     def record(self, folder: str | None) -> None:
         """Records calls in a run's folder from now on (None: nowhere); calls that are recorded there, or in the run of
@@ -288,35 +288,37 @@ class Turns:
         """
         began = time.perf_counter()
         count, columns = len(rows), self._config.response_length
-        held, owners = local_rows.held_rows(self._mesh, count), local_rows.owners(self._mesh, count)
-        own = [row for row in held.tolist() if owners[row] == jax.process_index() and row < real]
-        responses = _Held(held, columns)
+        device_rows, owners = local_rows.held_rows(self._mesh, count), local_rows.owners(self._mesh, count)
+        process_rows = [row for row in device_rows.tolist() if owners[row] == jax.process_index() and row < real]
+        responses = _LocalResponses(device_rows, columns)
         if unfinished is None:
             goes_on = np.zeros(count, bool)
-            logprobs = local_rows.place(np.zeros((len(held), columns), np.float32), self._mesh, count)
+            logprobs = local_rows.place(np.zeros((len(device_rows), columns), np.float32), self._mesh, count)
         else:
             goes_on, logprobs = _by_response(np.asarray(unfinished.held), count), unfinished.logprobs
             responses.begin(unfinished, goes_on, self._mesh)
         resumes = bool(goes_on.any()) and self._kept is None
-        kept = self._kept if goes_on.any() and self._kept is not None else _Kept()
-        environments, prompts_of = kept.environments, kept.prompts
+        carry = self._kept if goes_on.any() and self._kept is not None else _GoingOn()
+        environments, prompts_of = carry.environments, carry.prompts
         if self._environments is not None:
             # After a resume those that go on come first, whose instances were the first of the checkpoint.
-            beginning = sorted((row for row in own if resumes or not goes_on[row]), key=lambda row: not goes_on[row])
+            beginning = sorted(
+                (row for row in process_rows if resumes or not goes_on[row]), key=lambda row: not goes_on[row]
+            )
             opened, begun = self._begin(source, rows, beginning, go_on=unfinished is not None)
             environments, prompts_of = environments | opened, prompts_of | begun
             source, rows = self._with_prompts(source, rows, prompts_of)
-            prompts = source.of_rows(rows, held)
+            prompts = source.of_rows(rows, device_rows)
         placed = place(prompts)
-        texts = source.display_texts(rows[held])
+        texts = source.display_texts(rows[device_rows])
         responses.states = {
-            row: kept.states.get(row) or _Row(text, row < real, at)
+            row: carry.states.get(row) or _Row(text, row < real, at)
             for row, text in zip(responses.rows, texts, strict=True)
         }
-        counts = {row: kept.counts.get(row, np.zeros(2, np.int64)) for row in range(real)}
-        batch = _Batch(responses, {row: len(source.tokens[rows[row]]) for row in own}, environments, counts)
+        counts = {row: carry.counts.get(row, np.zeros(2, np.int64)) for row in range(real)}
+        batch = _Batch(responses, {row: len(source.tokens[rows[row]]) for row in process_rows}, environments, counts)
         if unfinished is not None and resumes:
-            self._recall(batch, [row for row in own if goes_on[row]], np.asarray(unfinished.began))
+            self._recall(batch, [row for row in process_rows if goes_on[row]], np.asarray(unfinished.began))
         seconds = time.perf_counter() - began
         for iteration in itertools.count():
             if iteration:
@@ -328,9 +330,11 @@ class Turns:
             responses.fetch(rollout if after is None else after, self._mesh)
             logprobs = rollout.logprobs
             began = time.perf_counter()
-            said = self._call(batch, [row for row in own if responses.states[row].active and not responses.cut(row)])
+            outcomes = self._call(
+                batch, [row for row in process_rows if responses.states[row].active and not responses.cut(row)]
+            )
             seconds += time.perf_counter() - began
-            if all(each.suffix is None for each in said):
+            if all(each.suffix is None for each in outcomes):
                 break
         rollout, present = rollout.replace(sampled=local_rows.place(responses.sampled, self._mesh, count)), None
         if after is not None:  # an update donates its state, so the state has an array of its own
@@ -351,9 +355,9 @@ class Turns:
         def of(values: Mapping[int, Any]) -> dict[int, Any]:
             return {row: values[row] for row in later if row in values}
 
-        kept = self._kept = _Kept(of(batch.responses.states), of(batch.environments), of(prompts), of(batch.counts))
+        carry = self._kept = _GoingOn(of(batch.responses.states), of(batch.environments), of(prompts), of(batch.counts))
         if self._environments is not None:
-            self._environments.hold(list(kept.environments.values()))
+            self._environments.hold(list(carry.environments.values()))
 
     # --- environments
 
@@ -424,7 +428,7 @@ class Turns:
 
     # --- a turn
 
-    def _call(self, batch: _Batch, ended: Sequence[int]) -> list[_Said]:
+    def _call(self, batch: _Batch, ended: Sequence[int]) -> list[_TurnResult]:
         """Makes the calls of turns that ended, each process those of its own rows, and takes over what was said.
 
         Args:
@@ -437,22 +441,22 @@ class Turns:
         Raises:
           UserError: a tool returned what is no text or not what is recorded, on any process.
         """
-        outcomes: list[_Said] = []
+        outcomes: list[_TurnResult] = []
         error = None
         states, environments = batch.responses.states, batch.environments
         most = self._config.max_tool_calling_iterations
         try:
-            said: dict[int, Conversation] = {}
+            turns: dict[int, Conversation] = {}
             for row in ended:
                 tokens = batch.responses.turn(row)
-                said[row] = [self._calls.parse(tokens.tolist(), states[row].prefix)] if len(tokens) else []
+                turns[row] = [self._calls.parse(tokens.tolist(), states[row].prefix)] if len(tokens) else []
             calling = [
                 row
-                for row, turn in said.items()
+                for row, turn in turns.items()
                 if (most is None or states[row].turn < most) and turn and turn[0].get("tool_calls")
             ]
             results = self._toolbox.call(
-                [said[row][0]["tool_calls"] for row in calling],
+                [turns[row][0]["tool_calls"] for row in calling],
                 [methods(environments[row]) for row in calling] if environments else None,
                 records=self._records,
                 places=[(states[row].at, row, states[row].turn) for row in calling],
@@ -460,13 +464,13 @@ class Turns:
             for row, calls, answers in zip(calling, results.calls, results.messages, strict=True):
                 used = states[row].start + len(batch.responses.turn(row))
                 suffix, text = self._suffix(answers, used, batch.prompt_lengths[row])
-                messages = said.pop(row) + (answers if suffix is not None else [])
+                messages = turns.pop(row) + (answers if suffix is not None else [])
                 failures = sum(call["failed"] for call in calls)
-                outcomes.append(_Said(row, messages, suffix, text, len(calls), failures))
-            outcomes += [_Said(row, turn) for row, turn in said.items()]
+                outcomes.append(_TurnResult(row, messages, suffix, text, len(calls), failures))
+            outcomes += [_TurnResult(row, turn) for row, turn in turns.items()]
         except UserError as raised:
             error = raised
-        everywhere = [_Said(*each) for part in multihost.agree(outcomes, error) for each in part]
+        everywhere = [_TurnResult(*each) for part in multihost.agree(outcomes, error) for each in part]
         for each in everywhere:
             batch.counts[each.row] = batch.counts[each.row] + (each.calls, each.failures)
             if each.row in states:
@@ -500,8 +504,8 @@ class Turns:
                 first, after = (*results[row], (len(tokens[row]), None))[turn]
                 responses.end(row, first)
                 expected[row] = None if after is None else tokens[row][first:after]
-            said = self._call(batch, list(expected))
-            changed = [each.row for each in said if expected.get(each.row, each.suffix) != each.suffix]
+            outcomes = self._call(batch, list(expected))
+            changed = [each.row for each in outcomes if expected.get(each.row, each.suffix) != each.suffix]
             error = None
             if changed:
                 at = responses.states[changed[0]].at

@@ -156,8 +156,8 @@ def decode_bytes(shape: Shape, prompts: Sequence[int], group: int, response: flo
     """Bytes that decoding reads: all matrices each step, and keys and values, those of a prompt once per group."""
     steps, rows = response - 1, len(prompts) * group
     weights = shape.matrices + shape.width * shape.vocab
-    kept = shape.layers * shape.kept  # entries of keys and values per token
-    read = steps * (weights + kept * sum(prompts)) + kept * rows * causal(steps)
+    entries = shape.layers * shape.kept  # entries of keys and values per token
+    read = steps * (weights + entries * sum(prompts)) + entries * rows * causal(steps)
     return read * itemsize
 
 

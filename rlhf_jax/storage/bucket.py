@@ -147,10 +147,10 @@ def _reason(error: BaseException) -> str:
 def kind_of(path: str) -> str | None:
     """'file', 'folder', or None where there is nothing."""
     try:
-        found = call(path, "look for", lambda opened, key: opened.info(key))
+        info = call(path, "look for", lambda opened, key: opened.info(key))
     except FileNotFoundError:
         return None
-    return "file" if found["type"] == "file" else "folder"
+    return "file" if info["type"] == "file" else "folder"
 
 
 def read(path: str) -> bytes:
@@ -191,25 +191,25 @@ def create(path: str, data: bytes, *, attempts: int | None = None) -> bool:
 def names(folder: str) -> list[str]:
     """Names of the objects and folders directly in a folder, sorted; none where there is no folder."""
     try:
-        found = call(folder, "list", lambda opened, key: opened.ls(key, detail=True))
+        entries = call(folder, "list", lambda opened, key: opened.ls(key, detail=True))
     except FileNotFoundError:
         return []
-    below = {entry["name"].rstrip("/").rpartition("/")[2] for entry in found}
-    own = folder.rstrip("/").rpartition("/")[2]
+    below = {entry["name"].rstrip("/").rpartition("/")[2] for entry in entries}
+    folder_name = folder.rstrip("/").rpartition("/")[2]
     # An object of the folder's own name is listed as its content.
-    return sorted(below - ({own} if len(found) == 1 and found[0]["type"] == "file" else set()) - {""})
+    return sorted(below - ({folder_name} if len(entries) == 1 and entries[0]["type"] == "file" else set()) - {""})
 
 
 def find(folder: str) -> dict[str, tuple[int, str]]:
     """{name below the folder: (bytes, version)} of all objects below a folder, or {'': ...} for an object."""
     try:
-        found = call(folder, "list", lambda opened, key: opened.find(key, detail=True))
+        entries = call(folder, "list", lambda opened, key: opened.find(key, detail=True))
     except FileNotFoundError:
         return {}
     root = folder.partition("://")[2].rstrip("/")
     return {
         key.removeprefix(root).lstrip("/"): (int(entry["size"]), _version(entry))
-        for key, entry in sorted(found.items())
+        for key, entry in sorted(entries.items())
         if not key.endswith("/") and entry["type"] == "file"
     }
 

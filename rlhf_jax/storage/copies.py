@@ -44,10 +44,10 @@ def components(name: str, path: str) -> list[str]:
     Raises:
       UserError: one of them leads out of its folder.
     """
-    found = [part for part in name.split("/") if part]
-    if any(part in (".", "..") or "\\" in part or "\0" in part for part in found):
+    path_parts = [part for part in name.split("/") if part]
+    if any(part in (".", "..") or "\\" in part or "\0" in part for part in path_parts):
         raise UserError(f"{path}: the object {name!r} has a name that is no path below its folder")
-    return found
+    return path_parts
 
 
 def local_copy(path: str, patterns: Sequence[str] = ("*",)) -> str:
@@ -64,8 +64,8 @@ def local_copy(path: str, patterns: Sequence[str] = ("*",)) -> str:
     if not bucket.is_remote(path):
         return place if os.path.exists(place := located(path)) else path
     path = path.rstrip("/")
-    found = bucket.find(path)
-    if not found:
+    objects = bucket.find(path)
+    if not objects:
         raise UserError(f"{path}: there is no such file or folder")
     local = _copy_of(path)
     os.makedirs(os.path.dirname(local), exist_ok=True)
@@ -73,7 +73,7 @@ def local_copy(path: str, patterns: Sequence[str] = ("*",)) -> str:
     state = os.path.join(cache_folder("buckets"), f"{mark}.json")
     with filelock.FileLock(f"{state}.lock"):  # processes of a machine share the copy
         old = _read_state(state)
-        new = _update(path, local, _grouped(found), patterns, old)
+        new = _update(path, local, _grouped(objects), patterns, old)
         with open(f"{state}.tmp", "w", encoding="utf-8") as file:
             json.dump(new, file)
         os.replace(f"{state}.tmp", state)
@@ -88,10 +88,10 @@ def _read_state(path: str) -> dict[str, str]:
         return {}
 
 
-def _grouped(found: dict[str, tuple[int, str]]) -> dict[str, str]:
+def _grouped(objects: dict[str, tuple[int, str]]) -> dict[str, str]:
     """{name: version} of files, the parts of a file that was appended to as one."""
     files: dict[str, list[str]] = {}
-    for name, (size, version) in found.items():
+    for name, (size, version) in objects.items():
         match = _PART.fullmatch(name)
         files.setdefault(f"{match[1]}/" if match else name, []).append(f"{name} {size} {version}")
     return {name: hashlib.sha256("\n".join(lines).encode()).hexdigest() for name, lines in files.items()}
@@ -99,26 +99,26 @@ def _grouped(found: dict[str, tuple[int, str]]) -> dict[str, str]:
 
 def _update(path: str, local: str, files: dict[str, str], patterns: Sequence[str], old: dict[str, str]) -> dict:
     """Downloads what is missing or changed and deletes what is gone. Returns the versions of the local files."""
-    wanted: dict[str, str] = {}
+    downloads: dict[str, str] = {}
     current: dict[str, str] = {}
     for name, version in files.items():
         place = os.path.join(local, *components(name, path)) if name else local
         if old.get(name) == version and os.path.isfile(place):
             current[name] = version
         elif not name or any(fnmatch.fnmatchcase(name.rstrip("/"), pattern) for pattern in patterns):
-            wanted[name] = place
+            downloads[name] = place
     for name in set(old) - set(files):
         with contextlib.suppress(OSError):
             os.remove(os.path.join(local, *components(name, path)))
-    plain = {name: place for name, place in wanted.items() if not name.endswith("/")}
+    plain = {name: place for name, place in downloads.items() if not name.endswith("/")}
     _make_room(list(plain.values()))
     bucket.download({f"{path}/{name}" if name else path: place for name, place in plain.items()})
-    for name in wanted.keys() - plain.keys():
-        _make_room([wanted[name]])
-        os.makedirs(os.path.dirname(wanted[name]), exist_ok=True)
-        with open(wanted[name], "wb") as file:
+    for name in downloads.keys() - plain.keys():
+        _make_room([downloads[name]])
+        os.makedirs(os.path.dirname(downloads[name]), exist_ok=True)
+        with open(downloads[name], "wb") as file:
             file.write(parts.read(f"{path}/{name.rstrip('/')}"))
-    return current | {name: files[name] for name in wanted}
+    return current | {name: files[name] for name in downloads}
 
 
 def _make_room(places: Sequence[str]) -> None:

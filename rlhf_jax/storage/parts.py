@@ -19,9 +19,9 @@ MERGE = 64
 def _layout(names: list[str]) -> tuple[list[str], int]:
     """(Objects that hold the file, in order; the highest number)."""
     numbers = sorted((int(match[1]), match[2]) for name in names if (match := NAME.fullmatch(name)))
-    whole = max((number for number, kind in numbers if kind == "whole"), default=0)
-    current = [f"{whole:08d}.whole"] if whole else []
-    current += [f"{number:08d}.part" for number, kind in numbers if kind == "part" and number > whole]
+    merged_number = max((number for number, kind in numbers if kind == "whole"), default=0)
+    current = [f"{merged_number:08d}.whole"] if merged_number else []
+    current += [f"{number:08d}.part" for number, kind in numbers if kind == "part" and number > merged_number]
     return current, numbers[-1][0] if numbers else 0
 
 

@@ -68,8 +68,8 @@ class Environments:
     def check_row(self, row: Mapping[str, Any], where: str) -> None:
         """Raises a UserError where a row names no environment; `where`: of the row, for the message."""
         if self.several and row.get(NAME) not in self._pool:
-            known = ", ".join(map(repr, self._pool))
-            raise UserError(f"{where}: {NAME!r} is {row.get(NAME)!r:.60}; environment_factory has {known}")
+            names = ", ".join(map(repr, self._pool))
+            raise UserError(f"{where}: {NAME!r} is {row.get(NAME)!r:.60}; environment_factory has {names}")
 
     def name_of(self, row: Mapping[str, Any]) -> str | None:
         """The environment of a row."""
@@ -108,11 +108,11 @@ class Environments:
 
     def hold(self, instances: Sequence[Any]) -> None:
         """Says which instances are of responses that go on: they are not reset until the next call."""
-        held = {id(instance): rank for rank, instance in enumerate(instances)}
+        ranks = {id(instance): rank for rank, instance in enumerate(instances)}
         for name, pool in self._pool.items():
-            pool.sort(key=lambda instance: held.get(id(instance), len(held)))
-            self._going_on[name] = sum(id(instance) in held for instance in pool)
-        self._states_before = {number: state for number, state in self._states_before.items() if number in held}
+            pool.sort(key=lambda instance: ranks.get(id(instance), len(ranks)))
+            self._going_on[name] = sum(id(instance) in ranks for instance in pool)
+        self._states_before = {number: state for number, state in self._states_before.items() if number in ranks}
 
     def states(self) -> dict[str, list[Any]]:
         """What instances with `STATE` keep, by the name of their factory ('': the only one), for a checkpoint: those of
@@ -168,9 +168,9 @@ class Environments:
 def methods(instance: Any) -> dict[str, Callable]:
     """The tools of an environment: its public methods by name, but `reset`, `get_reward`, and `STATE` where it has
     both."""
-    found = inspect.getmembers(instance, predicate=inspect.ismethod)
+    members = inspect.getmembers(instance, predicate=inspect.ismethod)
     no_tools = {"reset", "get_reward", *(STATE if _keeps_state(instance) else ())}
-    return {name: method for name, method in found if name not in no_tools and not name.startswith("_")}
+    return {name: method for name, method in members if name not in no_tools and not name.startswith("_")}
 
 
 def _keeps_state(instance: Any) -> bool:

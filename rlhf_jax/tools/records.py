@@ -52,10 +52,10 @@ class ToolRecords:
         """Takes over a file, without a last line that is cut off."""
         with open(path, "rb") as file:
             content = file.read()
-        whole = content[: content.rfind(b"\n") + 1]
-        if path == self._path and len(whole) < len(content):
-            os.truncate(path, len(whole))
-        for number, line in enumerate(whole.decode("utf-8").splitlines(), 1):
+        complete_lines = content[: content.rfind(b"\n") + 1]
+        if path == self._path and len(complete_lines) < len(content):
+            os.truncate(path, len(complete_lines))
+        for number, line in enumerate(complete_lines.decode("utf-8").splitlines(), 1):
             try:
                 record = json.loads(line)
                 calls[Place(*(record.pop(name) for name in Place._fields))] = record
@@ -117,10 +117,10 @@ def recordings(folder: str) -> list[str]:
 
 def replayed(folder: str) -> list[str]:
     """The files of records of a run to replay. Raises a UserError where there are none."""
-    found = recordings(folder) if os.path.isdir(folder) else []
-    if not found:
+    paths = recordings(folder) if os.path.isdir(folder) else []
+    if not paths:
         raise UserError(f"tools_replay: {folder} has no tools.jsonl: give the folder of a run that called tools")
-    return found
+    return paths
 
 
 def _named(place: Place) -> str:

@@ -35,9 +35,9 @@ class GuessNumber:
         Returns:
             higher, lower or right
         """
-        said = tool_tasks.answer(self._number, number)
-        self._guessed |= said == "right"
-        return said
+        answer = tool_tasks.answer(self._number, number)
+        self._guessed |= answer == "right"
+        return answer
 
     def get_reward(self) -> float:
         """1 if the number was guessed, else 0."""

@@ -55,20 +55,20 @@ class TextArenaGame:
 
     @contextlib.contextmanager
     def _own_randomness(self) -> Iterator[None]:
-        others = random.getstate(), np.random.get_state()
+        global_states = random.getstate(), np.random.get_state()
         _set_random(self._states)
         try:
             yield
         finally:
             self._states = random.getstate(), np.random.get_state()
-            _set_random(others)
+            _set_random(global_states)
 
     def _said(self) -> str:
         """What the game has said since the last call."""
         _, observations = self._game.get_observation()
-        own = {self._game.state.role_mapping.get(0)}
-        said = (text for player, text, _ in observations if self._game.state.role_mapping.get(player) not in own)
-        return "\n".join(said)
+        roles = {self._game.state.role_mapping.get(0)}
+        texts = (text for player, text, _ in observations if self._game.state.role_mapping.get(player) not in roles)
+        return "\n".join(texts)
 
     def reset(self, seed: int | None = None, **row) -> str:
         """Begins a game. `seed`: a column of the data."""
@@ -92,10 +92,10 @@ class TextArenaGame:
             return "The game is over."
         with self._own_randomness():
             done, _ = self._game.step(move)
-            said = self._said()
+            observation = self._said()
         if not done:
-            return said
-        return "\n".join(filter(None, [said, "The game is over.", self._game.state.game_info[0].get("reason")]))
+            return observation
+        return "\n".join(filter(None, [observation, "The game is over.", self._game.state.game_info[0].get("reason")]))
 
     def get_reward(self) -> float:
         """The game's reward; 0 while it is not over."""
@@ -110,11 +110,11 @@ def factory(spec: str) -> Callable[[], TextArenaGame]:
       UserError: there is no such game, it has several players, needs the network, or does not begin the same way twice.
     """
     name = spec.removeprefix(PREFIX)
-    made = functools.partial(TextArenaGame, name, _maker(name))
-    game = made()
+    constructor = functools.partial(TextArenaGame, name, _maker(name))
+    game = constructor()
     if game.reset(seed=0) != game.reset(seed=0):
         raise UserError(f"{PREFIX}{name} does not begin the same way twice with a seed: runs could not be resumed")
-    return made
+    return constructor
 
 
 def _maker(name: str) -> Callable[[], Any]:

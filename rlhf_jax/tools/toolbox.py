@@ -96,15 +96,15 @@ class Toolbox:
                 records.add(Place(*places[row], number), result)
 
         for row, calls in enumerate(rows):
-            own = methods[row] if methods is not None else {}
+            row_methods = methods[row] if methods is not None else {}
             for number, function in enumerate(call.get("function", call) for call in calls):
                 name, arguments = function["name"], function["arguments"]
                 recorded = None if records is None else records.find(Place(*places[row], number), function)
-                if records is not None and recorded is not None and name not in own:
+                if records is not None and recorded is not None and name not in row_methods:
                     results[row][number] = recorded
                     records.add(Place(*places[row], number), recorded)
                     continue
-                call, last = self._prepared({**self._functions, **own}, name, copy.deepcopy(arguments))
+                call, last = self._prepared({**self._functions, **row_methods}, name, copy.deepcopy(arguments))
                 results[row][number] = {"name": name, "arguments": arguments, "last": last}
                 if last:
                     together.append((row, number, call))

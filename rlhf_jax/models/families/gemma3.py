@@ -25,15 +25,15 @@ def config_from_hf(hf: dict[str, Any], where: str) -> DecoderConfig:
     """UserError for a key that is missing, wrong or not supported."""
     reader = Reader(hf, where)
     local = Reader({"rope_theta": hf.get("rope_local_base_freq"), **_of_kind(hf, "sliding_attention")}, where)
-    whole = Reader({**hf, **_of_kind(hf, "full_attention")}, where)
+    global_reader = Reader({**hf, **_of_kind(hf, "full_attention")}, where)
     for key in ("rope_local_base_freq", "rope_theta", "rope_scaling", "rope_parameters"):
         reader.value(key)
     plain = Reader({key: value for key, value in hf.items() if not key.startswith("rope_")}, where)
     fields = gemma_fields(plain, positions=131_072)
     size, positions, layers = fields["head_dim"], fields["max_position_embeddings"], fields["num_hidden_layers"]
-    ropes: tuple[Rope, ...] = (local.rope(size, 10_000.0, positions), whole.rope(size, 1_000_000.0, positions))
-    given = reader.value("_sliding_window_pattern")  # as transformers 5 writes it
-    pattern = reader.size("sliding_window_pattern", 6 if given is None else given)
+    ropes: tuple[Rope, ...] = (local.rope(size, 10_000.0, positions), global_reader.rope(size, 1_000_000.0, positions))
+    serialized_pattern = reader.value("_sliding_window_pattern")  # as transformers 5 writes it
+    pattern = reader.size("sliding_window_pattern", 6 if serialized_pattern is None else serialized_pattern)
     types = ["sliding_attention" if (index + 1) % pattern else "full_attention" for index in range(layers)]
     types = reader.by_layer("layer_types", layers) or types
     window = reader.size("sliding_window", 4096)
@@ -47,7 +47,7 @@ def config_from_hf(hf: dict[str, Any], where: str) -> DecoderConfig:
 
 def _of_kind(hf: dict[str, Any], kind: str) -> dict[str, Any]:
     """rope_parameters of one kind of layers (transformers 5)."""
-    given = hf.get("rope_parameters")
+    ropes = hf.get("rope_parameters")
     return (
-        {"rope_parameters": given[kind]} if isinstance(given, dict) and given.get(kind) else {"rope_parameters": None}
+        {"rope_parameters": ropes[kind]} if isinstance(ropes, dict) and ropes.get(kind) else {"rope_parameters": None}
     )

@@ -170,8 +170,8 @@ def config_from_hf(hf: dict[str, Any], where: str) -> GPTNeoXConfig:
     fields["rotary_emb_base"] = _first(rope, hf, "rope_theta", "rotary_emb_base", 10000.0, where)
     config = GPTNeoXConfig(**fields)
     check(config, where)
-    others = {key: value for key, value in hf.items() if key not in (*_SAME_NAME, *_OTHER_KEYS)}
-    judge_others(others, "gpt_neox", vars(decoder_config(config)), where)
+    unread_keys = {key: value for key, value in hf.items() if key not in (*_SAME_NAME, *_OTHER_KEYS)}
+    judge_others(unread_keys, "gpt_neox", vars(decoder_config(config)), where)
     return config
 
 

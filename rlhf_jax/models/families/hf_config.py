@@ -109,10 +109,10 @@ class Reader:
     def windows(self, layers: int, window: int | None, types: Sequence[str]) -> tuple[int | None, ...]:
         """`DecoderConfig.layer_window` from layer_types, or from `types` where config.json has none."""
         types = self.by_layer("layer_types", layers) or types
-        known = {"full_attention": None, "sliding_attention": window}
-        if unknown := [kind for kind in types if kind not in known]:
-            raise UserError(f"{self.where}: layer_types has {unknown[0]!r}; supported: {', '.join(known)}.")
-        windows = tuple(known[kind] for kind in types)
+        window_by_type = {"full_attention": None, "sliding_attention": window}
+        if unknown := [kind for kind in types if kind not in window_by_type]:
+            raise UserError(f"{self.where}: layer_types has {unknown[0]!r}; supported: {', '.join(window_by_type)}.")
+        windows = tuple(window_by_type[kind] for kind in types)
         return () if set(windows) == {None} else windows
 
     def rope(self, head_dim: int, theta: float, positions: int) -> Rope:
@@ -125,10 +125,10 @@ class Reader:
         """
         values = {"rope_theta": self.value("rope_theta"), "partial_rotary_factor": self.value("partial_rotary_factor")}
         for key in ("rope_scaling", "rope_parameters"):
-            given = self.value(key) or {}
-            if not isinstance(given, dict):
+            parameters = self.value(key) or {}
+            if not isinstance(parameters, dict):
                 self.refuse(key, "it must be an object.")
-            values.update({name: value for name, value in given.items() if value is not None})
+            values.update({name: value for name, value in parameters.items() if value is not None})
         where = Reader(values, f"{self.where}: rope_parameters")
         name = values.get("rope_type", values.get("type", "default"))
         allowed = {"rope_type", "type", "rope_theta", "partial_rotary_factor", *ROPE_NUMBERS}
@@ -170,16 +170,16 @@ class Reader:
         """Judges the keys that were not read, see `judge_others`."""
         if self.hf.get("quantization_config"):
             raise UserError(f"{self.where}: quantization_config is not supported; use the unquantized checkpoint.")
-        others = {key: value for key, value in self.hf.items() if key not in self._read}
-        judge_others(others, str(model_type or self.hf.get("model_type")), fields, self.where)
+        unread_keys = {key: value for key, value in self.hf.items() if key not in self._read}
+        judge_others(unread_keys, str(model_type or self.hf.get("model_type")), fields, self.where)
 
 
-def judge_others(others: dict[str, Any], model_type: str, fields: dict[str, Any], where: str) -> None:
+def judge_others(unread_keys: dict[str, Any], model_type: str, fields: dict[str, Any], where: str) -> None:
     """Refuses keys of config.json that were not read and that transformers would compute with; a warning names those
     that its config class does not know, which change nothing.
 
     Args:
-      others: the keys that were not read.
+      unread_keys: the keys that were not read.
       model_type: of transformers' config class.
       fields: of the `DecoderConfig`; a key that repeats one of them is accepted.
       where: config.json, for messages.
@@ -188,7 +188,7 @@ def judge_others(others: dict[str, Any], model_type: str, fields: dict[str, Any]
       UserError: names the key, the value and the model_type.
     """
     unknown = []
-    for key, value in sorted(others.items()):
+    for key, value in sorted(unread_keys.items()):
         # With null as with false transformers attends to later tokens.
         empty = value is True if key == "is_causal" else value is None or value is False or value in ({}, [])
         repeated = key in fields and fields[key] == value
@@ -221,12 +221,12 @@ def sizes(reader: Reader, *, kv_default: int | None = None) -> dict[str, Any]:
     fields = {
         name: reader.size(name) for name in ("vocab_size", "hidden_size", "num_hidden_layers", "intermediate_size")
     }
-    own = reader.size("num_key_value_heads", kv_default or heads)
-    if heads % own:
+    kv_heads = reader.size("num_key_value_heads", kv_default or heads)
+    if heads % kv_heads:
         reader.refuse("num_key_value_heads", f"it must divide num_attention_heads, {heads}.")
     if reader.hf.get("head_dim") is None and fields["hidden_size"] % heads:
         reader.refuse("hidden_size", f"it is not divisible by num_attention_heads, {heads}.")
-    return {**fields, "num_attention_heads": heads, "num_key_value_heads": own}
+    return {**fields, "num_attention_heads": heads, "num_key_value_heads": kv_heads}
 
 
 def finish(
@@ -258,12 +258,12 @@ def to_hf(config: DecoderConfig, architecture: str) -> dict[str, Any]:
         hf |= {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
     else:
         hf = {key: value for key, value in hf.items() if key not in ("id2label", "label2id", "num_labels")}
-    given = hf.get("rope_parameters")
-    if isinstance(given, dict) and given and not any(isinstance(value, dict) for value in given.values()):
-        hf.setdefault("rope_theta", given.get("rope_theta"))
-        if given.get("rope_type", "default") != "default":
-            hf.setdefault("rope_scaling", {key: value for key, value in given.items() if key != "rope_theta"})
-    elif not given and config.ropes and len(config.ropes) == 1:
+    rope = hf.get("rope_parameters")
+    if isinstance(rope, dict) and rope and not any(isinstance(value, dict) for value in rope.values()):
+        hf.setdefault("rope_theta", rope.get("rope_theta"))
+        if rope.get("rope_type", "default") != "default":
+            hf.setdefault("rope_scaling", {key: value for key, value in rope.items() if key != "rope_theta"})
+    elif not rope and config.ropes and len(config.ropes) == 1:
         scaling = hf.get("rope_scaling") or {}
         scaling = {"rope_type" if key == "type" else key: value for key, value in scaling.items()}
         hf["rope_parameters"] = {"rope_type": "default", **scaling, "rope_theta": config.ropes[0].theta}

@@ -68,20 +68,20 @@ def text_config(hf: Mapping[str, Any], where: str, defaults: Mapping[str, Mappin
     Raises:
       UserError: names the key.
     """
-    wrapper, given = WRAPPERS[hf["model_type"]], hf.get("text_config")
-    if not isinstance(given, dict):
-        raise UserError(f"{where}: text_config is {given!r}; it must be the config of the text model.")
-    kind = given.get("model_type", wrapper.text_type)
+    wrapper, nested = WRAPPERS[hf["model_type"]], hf.get("text_config")
+    if not isinstance(nested, dict):
+        raise UserError(f"{where}: text_config is {nested!r}; it must be the config of the text model.")
+    kind = nested.get("model_type", wrapper.text_type)
     if not isinstance(kind, str) or kind not in defaults:
         raise UserError(
             f"{where}: text_config: model_type {kind!r} is not supported within {hf['model_type']!r}; supported: "
             f"{', '.join(defaults)}."
         )
-    text = {**defaults[kind], **given, "model_type": kind}
+    text = {**defaults[kind], **nested, "model_type": kind}
     if hf.get("quantization_config"):
         text["quantization_config"] = hf["quantization_config"]
     # transformers 4 ties by the text model's key, 5 by the whole model's, which it takes from the former's.
-    ties = [value for value in (hf.get("tie_word_embeddings"), given.get("tie_word_embeddings")) if value is not None]
+    ties = [value for value in (hf.get("tie_word_embeddings"), nested.get("tie_word_embeddings")) if value is not None]
     if ties:
         text["tie_word_embeddings"] = any(ties) if all(isinstance(value, bool) for value in ties) else ties[0]
     return text
@@ -105,21 +105,21 @@ def text_tensors(
     Raises:
       UserError: a tensor of no known part, or a head beside a tied embedding.
     """
-    text, others = {}, 0
+    text, vision_count = {}, 0
     for name in names:
-        own = text_name(hf, name, prefix)
-        if own == HEAD and tied:
+        standalone_name = text_name(hf, name, prefix)
+        if standalone_name == HEAD and tied:
             raise UserError(
                 f"{where}: there is a tensor {name}, but the head is tied to the embedding by config.json. Set "
                 "tie_word_embeddings to false in it and in its text_config if the head has weights of its own."
             )
-        if own is not None:
-            text[name] = own
+        if standalone_name is not None:
+            text[name] = standalone_name
         elif _VISION.match(name):
-            others += 1
+            vision_count += 1
         else:
             raise UserError(f"{where}: tensor {name} is of no known part of a model_type {hf['model_type']!r}.")
-    return text, others
+    return text, vision_count
 
 
 def text_name(hf: Mapping[str, Any], name: str, prefix: str) -> str | None:

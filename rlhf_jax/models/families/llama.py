@@ -84,7 +84,7 @@ def config_from_hf(hf: dict[str, Any], where: str) -> DecoderConfig:
 def tensors(config: DecoderConfig) -> list[Tensor]:
     """The backbone's tensors: names without prefix, paths below "backbone". A kernel is torch's weight, transposed."""
     width, units, size = config.hidden_size, config.intermediate_size, config.head_dim
-    heads, own = config.num_attention_heads * size, config.num_key_value_heads * size
+    heads, kv_width = config.num_attention_heads * size, config.num_key_value_heads * size
     bias, norms = config.query_key_value_bias, ["post_attention_layernorm"]
     norms += ["input_layernorm"] if config.residual != "post" else []
     norms += ["pre_feedforward_layernorm"] if config.residual == "sandwich" else []
@@ -92,9 +92,9 @@ def tensors(config: DecoderConfig) -> list[Tensor]:
     names = FUSED_LINEARS if config.qkv == "blocks" else LINEARS
     shapes = {
         "q_proj": (heads, width, bias),
-        "k_proj": (own, width, bias),
-        "v_proj": (own, width, bias),
-        "qkv_proj": (heads + 2 * own, width, bias),
+        "k_proj": (kv_width, width, bias),
+        "v_proj": (kv_width, width, bias),
+        "qkv_proj": (heads + 2 * kv_width, width, bias),
         "o_proj": (width, heads, config.attention_out_bias),
         "gate_proj": (units, width, config.mlp_bias),
         "up_proj": (units, width, config.mlp_bias),
@@ -106,7 +106,7 @@ def tensors(config: DecoderConfig) -> list[Tensor]:
         by_head = config.qk_norm == "head"
         vectors = {
             "q_norm": ("query_norm", size if by_head else heads),
-            "k_norm": ("key_norm", size if by_head else own),
+            "k_norm": ("key_norm", size if by_head else kv_width),
         }
     out = [Tensor("embed_tokens.weight", (config.vocab_size, width), ("embed_in", "embedding"))]
     for layer in range(config.num_hidden_layers):

@@ -49,11 +49,11 @@ def config_from_hf(hf: dict[str, Any], where: str) -> VisionDecoderConfig:
     return VisionDecoderConfig(**fields, vision=vision, image_token_id=token)
 
 
-def _vision_config(given: Any, where: str, scale: int, model_type: str) -> VisionConfig:
-    given = {} if given is None else given
-    if not isinstance(given, dict):
-        raise UserError(f"{where}: vision_config is {given!r}; it must be the config of the vision model.")
-    reader = Reader(given, f"{where}: vision_config")
+def _vision_config(config_values: Any, where: str, scale: int, model_type: str) -> VisionConfig:
+    config_values = {} if config_values is None else config_values
+    if not isinstance(config_values, dict):
+        raise UserError(f"{where}: vision_config is {config_values!r}; it must be the config of the vision model.")
+    reader = Reader(config_values, f"{where}: vision_config")
     reader.only("num_channels", 3)
     reader.only("attention_dropout", 0.0, 0)
     width, heads = reader.size("hidden_size", 1152), reader.size("num_attention_heads", 16)

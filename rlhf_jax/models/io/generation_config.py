@@ -16,12 +16,12 @@ FILE, WORD = "generation_config.json", "generation_config"
 
 
 def resolve_stop_ids(
-    given: Sequence[int] | str | None, *, path: str | Path | None, revision: str | None, rows: int
+    stop_token_ids: Sequence[int] | str | None, *, path: str | Path | None, revision: str | None, rows: int
 ) -> tuple[int, ...] | None:
     """The ids that the option stop_token_ids stands for, each once.
 
     Args:
-      given: ids, 'generation_config' or None.
+      stop_token_ids: ids, 'generation_config' or None.
       path: of the policy, a folder or hub name, or of an adapter on it; None: it has no checkpoint.
       revision: on the hub.
 
@@ -31,19 +31,19 @@ def resolve_stop_ids(
     Raises:
       UserError: no id that a response could contain, or no list to take.
     """
-    if given is None:
+    if stop_token_ids is None:
         return None
-    ids = _listed(path, revision) if given == WORD else given
-    source = f"--stop_token_ids {WORD}: eos_token_id of {path}" if given == WORD else "--stop_token_ids"
-    whole = not isinstance(ids, str) and all(isinstance(own, int) and not isinstance(own, bool) for own in ids)
-    if not whole or not ids:
+    ids = _listed(path, revision) if stop_token_ids == WORD else stop_token_ids
+    source = f"--stop_token_ids {WORD}: eos_token_id of {path}" if stop_token_ids == WORD else "--stop_token_ids"
+    valid = not isinstance(ids, str) and all(isinstance(token, int) and not isinstance(token, bool) for token in ids)
+    if not valid or not ids:
         raise UserError(f"{source} is {ids!r}; it must be token ids, whole numbers, or {WORD!r}.")
-    if beyond := [own for own in ids if not 0 <= own < rows]:
+    if beyond := [token for token in ids if not 0 <= token < rows]:
         raise UserError(
             f"{source}: {beyond[0]} is beyond the vocabulary of {path or 'the model'}: its ids are 0 to {rows - 1}. "
             "No response could end by it."
         )
-    return tuple(dict.fromkeys(int(own) for own in ids))
+    return tuple(dict.fromkeys(int(token) for token in ids))
 
 
 def _listed(path: str | Path | None, revision: str | None) -> Sequence[int]:
@@ -60,8 +60,8 @@ def _listed(path: str | Path | None, revision: str | None) -> Sequence[int]:
 
 
 def _find(path: str | Path, revision: str | None) -> Path | None:
-    own = hf.resolve(path, revision, weights=False)
-    folders = (own, hf.resolve_base(own, weights=False)[0])
+    checkpoint = hf.resolve(path, revision, weights=False)
+    folders = (checkpoint, hf.resolve_base(checkpoint, weights=False)[0])
     return next((folder / FILE for folder in folders if (folder / FILE).is_file()), None)
 
 

@@ -391,11 +391,11 @@ def _check_one_label(hf: dict[str, Any], path: Path) -> None:
 def _model(hf: dict[str, Any], path: Path, images: bool = False) -> tuple[Model, float]:
     """The model of a config.json, and the offset subtracted from its scores (0 unless it is a ScalarModel)."""
     architectures = _architectures(hf, path)
-    known = {name for family in FAMILIES.values() for name in family.architectures}
-    known |= {wrapper.architecture for wrapper in WRAPPERS.values()}
-    if unknown := [name for name in architectures if name not in known]:
+    supported = {name for family in FAMILIES.values() for name in family.architectures}
+    supported |= {wrapper.architecture for wrapper in WRAPPERS.values()}
+    if unknown := [name for name in architectures if name not in supported]:
         raise UserError(
-            f"{path}: architectures {unknown[0]!r} is not supported; supported: {', '.join(sorted(known))}."
+            f"{path}: architectures {unknown[0]!r} is not supported; supported: {', '.join(sorted(supported))}."
         )
     base, offset = hf, 0.0
     if _is_scalar_model(hf):
@@ -418,13 +418,13 @@ def _text_sources(model: Model, hf: dict[str, Any], sources: dict[str, Source], 
     """The tensors by their names in a checkpoint of the text model, where it is of images and text."""
     if not is_image_text(hf) or model.reads_images:
         return sources
-    names, others = text_tensors(hf, sources, model.family.prefix, model.config.tie_word_embeddings, str(folder))
+    names, vision_count = text_tensors(hf, sources, model.family.prefix, model.config.tie_word_embeddings, str(folder))
     warnings.warn(
         f"{folder} is a model of images and text ({hf['model_type']}): only its text model, {model.family.name}, is "
-        f"loaded and exported; {others} other tensors are ignored",
+        f"loaded and exported; {vision_count} other tensors are ignored",
         stacklevel=3,
     )
-    return {own: sources[name] for name, own in names.items()}
+    return {standalone_name: sources[name] for name, standalone_name in names.items()}
 
 
 def _prefix(model: Model, sources: dict[str, Source]) -> str:
@@ -438,9 +438,9 @@ def _backbone(model: Model, sources: dict[str, Source], folder: Path) -> Params:
     """The backbone's params, not yet read; UserError for the first tensor that is missing, extra or misshapen."""
     prefix = _prefix(model, sources)
     specs = model.family.tensors(model.config)
-    wanted = {prefix + spec.name for spec in specs}
+    expected_names = {prefix + spec.name for spec in specs}
     ignored = re.compile("|".join(model.family.ignored))
-    for name in sorted(set(sources) - wanted - set(_HEAD_NAMES)):
+    for name in sorted(set(sources) - expected_names - set(_HEAD_NAMES)):
         if not ignored.match(name.removeprefix(prefix)):
             raise UserError(
                 f"{sources[name].file}: tensor {name} is not one that {CONFIG} gives the model a place for."

@@ -162,10 +162,10 @@ def read(config: Config, model: Any) -> tuple[Lora, Params]:
     sources = {_normalize_name(name, model.family): source for name, source in open_file(file).items()}
     if tied:
         sources = _without_tied_head(sources, model.family, file)
-    wanted = _tensor_places(model)
-    if unknown := sorted(set(sources) - set(wanted)):
+    places = _tensor_places(model)
+    if unknown := sorted(set(sources) - set(places)):
         raise UserError(f"{file}: tensor {sources[unknown[0]].name} belongs to no layer of the model it is meant for.")
-    holds = {wanted[name][0] for name in sources}
+    holds = {places[name][0] for name in sources}
     targets = tuple(name for name in model.family.linears if name in holds)
     modules_to_save = tuple(name for name in model.family.modules if name in holds)
     if not holds:
@@ -177,7 +177,7 @@ def read(config: Config, model: Any) -> tuple[Lora, Params]:
     adapters: Params = {}
     if _SCORE_BIAS in sources:
         shapes["score"]["bias"] = jax.ShapeDtypeStruct((1,), np.float32)
-    for name, (module, path, layer) in wanted.items():
+    for name, (module, path, layer) in places.items():
         if module not in holds or (name == _SCORE_BIAS and name not in sources):
             continue
         if name not in sources:
