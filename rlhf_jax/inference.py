@@ -61,6 +61,7 @@ def load_policy(
 
     Args:
       path: a run's folder, a checkpoint's folder or a hub name; folders may be in a bucket.
+      revision: of the hub.
       tokenizer: a folder or hub name, if the checkpoint has no tokenizer; 'synthetic' and 'arithmetic' are built in.
       dtype: compute dtype, 'float32' or 'bfloat16'.
       images: read a checkpoint of images and text with its vision tower; else as its text model.

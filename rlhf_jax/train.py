@@ -145,6 +145,7 @@ def run(
       environment_factory: makes environments, in place of that of the config: a callable, or a dict of them by the
         name that the column 'environment' of the data has (docs/tools.md).
       optimizer: an optax transformation with its own learning rate, in place of AdamW.
+      callbacks: see `Callback`.
       recipe: the config before the flags, for recipe.json; a report shows what differs from it.
 
     Returns:

@@ -22,9 +22,8 @@ from rlhf_jax.inference import Policy
 from rlhf_jax.parallel import local_rows, sharding
 from rlhf_jax.rewards.interface import TrainerState, completion_ids
 from rlhf_jax.rewards.scorer import Scorer
-from rlhf_jax.runtime.stopping import no_tick
 from rlhf_jax.stages.programs import sampling_of
-from rlhf_jax.stages.turns import Conversations, Turns, call_metrics
+from rlhf_jax.stages.turns import Conversations, Turns, call_metrics, respond
 from rlhf_jax.types import PartialResponses, PromptBatch, Rollout
 
 
@@ -148,7 +147,6 @@ class Sampler:
             batch, images = self._batch(policy, seed, start, size, group)
             kl = None
             if compute_kl is not None:
-                images = None if images is None else sharding.shard_batch(images, policy.mesh)
                 kl = compute_kl(policy.params, self._ref.params, batch.rollout, images, self._sampling.temperature)
             host, kl = sharding.fetch((batch.rollout, kl))
             answered.append(batch._replace(rollout=host))
@@ -168,29 +166,24 @@ class Sampler:
 
     def _batch(self, policy: Policy, seed: int, start: int, size: int, group: int) -> tuple[Batch, Any]:
         """(answers to `size` prompts, with their rollout on the devices; the prompts' images)"""
-        sampling, numbers = self._sampling, np.arange(start * group, (start + size) * group, dtype=np.int32)
-        real = min(size, len(self._source) - start) * group
-        if self._turns is None:
-            prompts = self._source.in_order(start, size)
-            rollout = policy.sample(prompts, seed, sampling, group, numbers, automaton=self._automaton)
-            return Batch(rollout, self._source, np.repeat(prompts.rows, group), real), prompts.images
+        numbers = np.arange(start * group, (start + size) * group, dtype=np.int32)
 
         def place(prompts: PromptBatch) -> PromptBatch:
             count = len(prompts.rows)
             share = prompts.replace(rows=prompts.rows[local_rows.held_rows(policy.mesh, count)])
             return local_rows.place(share, policy.mesh, count)
 
-        def generate(prompts: PromptBatch, begun: PartialResponses) -> tuple[Rollout, None]:
-            responses = len(numbers) // len(prompts.rows)  # to a prompt; one where environments began them
-            return policy.sample(prompts, seed, sampling, responses, numbers, begun=begun), None
+        def generate(prompts: PromptBatch, begun: PartialResponses | None, responses: int) -> tuple[Rollout, None]:
+            options: dict[str, Any] = {"automaton": self._automaton, "begun": begun}
+            return policy.sample(prompts, seed, self._sampling, responses, numbers, **options), None
 
         prompts = self._source.in_order(start, size, local_rows.held_rows(policy.mesh, size))
-        rows = np.repeat(prompts.rows, group)
-        outcome = self._turns.respond(
-            generate, place, self._source, prompts, rows, real=real, tick=no_tick, at=f"prompts from {start}"
-        )
-        self._turns.keep_environments()  # they are scored after all answers
-        return Batch(outcome.rollout, outcome.source, outcome.rows, real, outcome.conversations), None
+        real, at = min(size, len(self._source) - start) * group, f"prompts from {start}"
+        answered = respond(generate, place, self._turns, prompts, self._source, group_size=group, at=at, real=real)
+        if self._turns is not None:
+            self._turns.keep_environments()  # they are scored after all answers
+        batch = Batch(answered.rollout, answered.source, answered.rows, real, answered.conversations)
+        return batch, answered.prompts.images
 
     def _kl_program(self, policy: Policy):
         reference = self._ref.model

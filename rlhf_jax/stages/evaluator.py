@@ -163,19 +163,17 @@ class RolloutEvaluator:
         for prompts, start, real in self._batches(source, limit, group_size):
             tick()
             count, real = len(prompts.rows) * group_size, real * group_size
+            first = programs.context.place_batch(np.int32(start))
             responses = respond(
-                programs,
+                programs.sampler(policy, seed=self.seed, step=first, temperature=temperature),
+                programs.place,
                 self.turns,
-                policy,
                 prompts,
                 source,
                 group_size=group_size,
                 at=f"{at}, prompts from {start}",
                 real=real,
                 tick=tick,
-                seed=self.seed,
-                step=programs.context.place_batch(np.int32(start)),
-                temperature=temperature,
             )
             rollout, images = responses.rollout, responses.prompts.images
             if real < count:

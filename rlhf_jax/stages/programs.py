@@ -215,6 +215,14 @@ class Programs:
             group_size=group_size,
         )
 
+    def sampler(
+        self, policy: Params, **options: Any
+    ) -> Callable[[PromptBatch, PartialResponses | None, int], tuple[Rollout, RolloutState | None]]:
+        """`generate` with these options, as `turns.respond` takes it."""
+        return lambda prompts, begun, group_size: self.generate(
+            policy, prompts, begun=begun, group_size=group_size, **options
+        )
+
     def make_experience(
         self, state: TrainState, rollout: Rollout, scored: Scored, group_size: int, images: Images | None = None
     ) -> tuple[Experience, Metrics]:

@@ -254,18 +254,16 @@ class RolloutStage(Stage):
             prompts = self._prompts(step)
             recent = {n: lengths for n, lengths in self._prompt_lengths.items() if n == step}
             self._prompt_lengths = {**recent, step + 1: np.asarray(prompts.lengths)}
+        policy = state.params["policy"]
         responses = respond(
-            programs,
+            programs.sampler(policy, seed=state.seed, step=state.step, rollout_state=state.rollout),
+            programs.place,
             self.turns,
-            state.params["policy"],
             prompts,
             self.train_data,
             group_size=group_size,
             at=of_update(step),
             tick=tick,
-            seed=state.seed,
-            step=state.step,
-            rollout_state=state.rollout,
             unfinished=unfinished,
         )
         rollout_state, conversations = responses.rollout_state, responses.conversations

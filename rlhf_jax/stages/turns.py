@@ -27,11 +27,11 @@ from rlhf_jax.data.tool_calls import ToolCalls
 from rlhf_jax.errors import UserError
 from rlhf_jax.parallel import local_rows, multihost, sharding
 from rlhf_jax.runtime.stopping import Tick, no_tick
-from rlhf_jax.stages.programs import Programs, prompt_width
+from rlhf_jax.stages.programs import prompt_width
 from rlhf_jax.tools.environments import Environments, methods
 from rlhf_jax.tools.records import ToolRecords
 from rlhf_jax.tools.toolbox import Toolbox
-from rlhf_jax.types import Params, PartialResponses, PromptBatch, Rollout, RolloutState, Unfinished
+from rlhf_jax.types import PartialResponses, PromptBatch, Rollout, RolloutState, Unfinished
 
 
 @dataclasses.dataclass
@@ -576,9 +576,9 @@ def _prompt_argument(prompt: Any) -> dict[str, Any]:
 
 
 def respond(
-    programs: Programs,
+    generate: Callable[[PromptBatch, PartialResponses | None, int], tuple[Rollout, RolloutState | None]],
+    place: Callable[[PromptBatch], PromptBatch],
     turns: Turns | None,
-    policy: Params,
     prompts: PromptBatch,
     source: PromptData,
     *,
@@ -587,29 +587,32 @@ def respond(
     real: int | None = None,
     tick: Tick = no_tick,
     unfinished: Unfinished | None = None,
-    **options: Any,
 ) -> Responses:
     """Responses of a policy, of one turn or with the turns of its tools.
 
     Args:
+      generate: (prompts on the mesh, what the responses have already or None, responses to each prompt) -> (Rollout,
+        RolloutState).
       turns: None: there are no tools.
-      policy, **options: of `Programs.generate`.
       prompts: a batch of `source`, on the host.
       group_size: responses to a prompt.
-      at, real, tick, unfinished: of `Turns.respond`; real None: all rows.
+      place, at, real, tick, unfinished: of `Turns.respond`; real None: all rows.
     """
     rows = np.repeat(prompts.rows, group_size)
     if turns is None:
-        placed, present = programs.place(prompts), None
-        rollout, state = programs.generate(policy, placed, group_size=group_size, **options)
+        placed, present = place(prompts), None
+        rollout, state = generate(placed, None, group_size)
         if unfinished is not None and state is not None:
             present = ~_by_response(sharding.fetch(state.unfinished.held), len(rows))
         return Responses(rollout, state, placed, source, rows, present=present)
-
-    def generate(placed: PromptBatch, begun: PartialResponses) -> tuple[Rollout, RolloutState | None]:
-        return programs.generate(policy, placed, group_size=len(rows) // len(placed.rows), begun=begun, **options)
-
-    real = len(rows) if real is None else real
     return turns.respond(
-        generate, programs.place, source, prompts, rows, real=real, tick=tick, at=at, unfinished=unfinished
+        lambda placed, begun: generate(placed, begun, len(rows) // len(placed.rows)),
+        place,
+        source,
+        prompts,
+        rows,
+        real=len(rows) if real is None else real,
+        tick=tick,
+        at=at,
+        unfinished=unfinished,
     )

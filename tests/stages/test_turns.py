@@ -58,8 +58,9 @@ def stage_of(tokenizer, config=GRPOConfig, *, reward=told, rows=16, **options):
 def respond(stage, group=GROUP, **options):
     """The first update's responses."""
     state, prompts = stage.state, stage.train_data.batch(stage.config.seed, 0, BATCH // group)
-    given = (stage.programs, stage.turns, state.params["policy"], prompts, stage.train_data)
-    return turns.respond(*given, group_size=group, at="update 1", seed=state.seed, step=state.step, **options)
+    sampler = stage.programs.sampler(state.params["policy"], seed=state.seed, step=state.step)
+    data = stage.turns, prompts, stage.train_data
+    return turns.respond(sampler, stage.programs.place, *data, group_size=group, at="update 1", **options)
 
 
 def parts(rollout, row):
@@ -194,16 +195,15 @@ def test_responses_that_go_on_are_those_of_a_rollout_without_a_limit(tokenizer, 
     for update in range(60):
         prompts, state, unfinished = stage._prompts_that_go_on(state)
         responses = turns.respond(
-            stage.programs,
+            stage.programs.sampler(
+                state.params["policy"], seed=state.seed, step=state.step, rollout_state=state.rollout
+            ),
+            stage.programs.place,
             stage.turns,
-            state.params["policy"],
             prompts,
             stage.train_data,
             group_size=GROUP,
             at=turns.of_update(update),
-            seed=state.seed,
-            step=state.step,
-            rollout_state=state.rollout,
             unfinished=unfinished,
         )
         # As an update returns it.

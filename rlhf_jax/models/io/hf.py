@@ -125,6 +125,7 @@ def load_model(
 
     Args:
       name_or_path: a folder or a hub name.
+      revision: of the hub.
       subfolder: of the repository or folder.
       images: as `load`.
 
@@ -520,10 +521,12 @@ def save(
 
     Args:
       path: folder, made if it does not exist.
+      model: of the params.
       params: stacked arrays, numpy or JAX in any shards; heads of the other kind are not written.
       kind: 'causal' or 'scalar'.
       extra_config: added to config.json (token ids: bos_token_id, eos_token_id, pad_token_id).
       dtype: of the file's tensors: 'float32', 'bfloat16' or 'float16'.
+      max_shard_bytes: of a file.
 
     Raises:
       UserError: the dtype cannot be exported.
