@@ -15,8 +15,9 @@ import numpy as np
 
 from rlhf_jax import storage
 from rlhf_jax.metrics import tensorboard
-from rlhf_jax.metrics.sinks import BucketJsonLines, Callback, Entry, JsonLines, Sink
+from rlhf_jax.metrics.sinks import Callback, Entry, JsonLines, Sink, Uploads
 from rlhf_jax.parallel.multihost import is_main
+from rlhf_jax.storage.mirror import Mirror
 from rlhf_jax.utils import output
 from rlhf_jax.utils.strict_json import with_floats
 
@@ -118,7 +119,11 @@ class MetricLogger:
         """
         with_tensorboard, sinks = tensorboard.is_requested(report_to), []
         if is_main():
-            sinks.append(BucketJsonLines(folder, ensure_held) if storage.is_remote(folder) else JsonLines(folder))
+            if storage.is_remote(folder):
+                mirror = Mirror(folder, ("metrics.jsonl", "timings.jsonl"))
+                sinks.append(Uploads(mirror, ensure_held))
+                folder = mirror.local
+            sinks.append(JsonLines(folder))
             if with_tensorboard:
                 sinks.append(tensorboard.TensorBoard(os.path.join(folder, "tensorboard"), start_step))
             if terminal is not None:
@@ -218,7 +223,7 @@ class MetricLogger:
         """Flushes, and closes the sinks."""
         self.flush(closing=True)
         sinks, self._sinks = self._sinks, []
-        for sink in reversed(sinks):  # JsonLines last: it raises where lines were lost
+        for sink in reversed(sinks):  # JsonLines and Uploads last: they raise where lines were lost
             sink.close()
 
     def __enter__(self) -> MetricLogger:

@@ -11,11 +11,11 @@ from typing import Any, Protocol
 
 from rlhf_jax import storage
 from rlhf_jax.errors import UserError
-from rlhf_jax.storage import parts
+from rlhf_jax.storage.mirror import Mirror
 from rlhf_jax.utils.strict_json import json_text
 
-BUCKET_SECONDS = 5.0
-"""Least time between two writes of lines to a bucket, other than before a checkpoint."""
+UPLOAD_SECONDS = 60.0
+"""Least time between two uploads to a bucket, other than before a checkpoint."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,61 +122,49 @@ class JsonLines:
                 )
 
 
-class BucketJsonLines:
-    """metrics.jsonl and timings.jsonl of a run's folder in a bucket, as parts (see `storage.parts`).
+class Uploads:
+    """Uploads what other sinks write to a mirror of a folder in a bucket: each minute, by `sync`, which comes before
+    each checkpoint, and at the end. A file that cannot be uploaded is tried again."""
 
-    Lines are written every few seconds, and by `sync`, which comes before each checkpoint. Those that cannot be written
-    are kept and tried again.
-    """
-
-    def __init__(self, folder: str, ensure_held: Callable[[], None] = lambda: None):
-        """Finds the end of both files; `ensure_held` is called before each write and raises if another run took the
-        folder over."""
-        self._ensure_held = ensure_held
-        paths = {name: f"{folder}/{name}.jsonl" for name in ("metrics", "timings")}
-        self._files = {name: parts.Appender(path) for name, path in paths.items()}
-        self._unwritten = dict.fromkeys(paths, b"")
+    def __init__(self, mirror: Mirror, ensure_held: Callable[[], None] = lambda: None):
+        """`ensure_held` is called before each upload and raises if another run took the folder over."""
+        self._mirror, self._ensure_held = mirror, ensure_held
         self._failed = False
         self._last = time.monotonic()
 
     def write(self, entry: Entry) -> None:
-        """Takes an update's lines."""
-        for name, line in _lines_of(entry).items():
-            self._unwritten[name] += line
-        if time.monotonic() - self._last >= BUCKET_SECONDS:
-            self._append(attempts=1)
+        """Uploads what was written before, once a minute."""
+        if time.monotonic() - self._last >= UPLOAD_SECONDS:
+            self._upload(attempts=1)
 
     def sync(self) -> bool:
-        """Writes all lines. Returns whether they are in the bucket."""
-        self._append()
-        return not any(self._unwritten.values())
+        """Uploads all files. Returns whether they are in the bucket."""
+        self._upload()
+        return not self._failed
 
-    def _append(self, attempts: int | None = None) -> None:
+    def _upload(self, attempts: int | None = None) -> None:
         self._last = time.monotonic()
         self._ensure_held()
         try:
-            for name, lines in self._unwritten.items():
-                if lines:
-                    self._files[name].append(lines, attempts=attempts)
-                    self._unwritten[name] = b""
+            self._mirror.upload(attempts)
             self._failed = False
         except storage.StorageError as error:
             if not self._failed:
-                print(f"warning: {error}. Lines are kept in memory until it is writable", file=sys.stderr, flush=True)
+                print(f"warning: {error}. It is kept on this machine until it can be", file=sys.stderr, flush=True)
             self._failed = True
 
     def close(self) -> None:
-        """Writes the last lines.
+        """Uploads all files.
 
         Raises:
-          UserError: they could not be written.
+          UserError: they could not be.
         """
         if not self.sync():
-            lost = max(lines.count(b"\n") for lines in self._unwritten.values())
             raise UserError(
-                f"{self._files['metrics'].path} lacks the last {lost} lines: the bucket cannot be written. Rerun the "
-                "command to resume from the newest checkpoint once it can"
+                f"{self._mirror.folder}/metrics.jsonl lacks its last lines: the bucket cannot be written. They are in "
+                f"{self._mirror.local}; rerun the command to resume from the newest checkpoint once it can"
             )
+        self._mirror.close()
 
 
 class Callback:

@@ -6,17 +6,12 @@ import contextlib
 import importlib.util
 import logging
 import os
-import tempfile
 import time
 from collections.abc import Sequence
 from typing import Any
 
-from rlhf_jax import storage
 from rlhf_jax.errors import UserError
 from rlhf_jax.metrics.sinks import Entry
-
-UPLOAD_SECONDS = 300.0
-"""Time between uploads to a bucket, other than before a checkpoint: the whole file is uploaded."""
 
 
 def is_requested(report_to: Sequence[str] | str) -> bool:
@@ -34,8 +29,7 @@ def is_requested(report_to: Sequence[str] | str) -> bool:
 
 
 class TensorBoard:
-    """An event file of TensorBoard. What was written is on disk when `write` returns; a file in a bucket is uploaded
-    before each checkpoint and every few minutes.
+    """An event file of TensorBoard. What was written is on disk when `write` returns.
 
     tensorboardX's SummaryWriter hands events to a thread that its flush does not wait for: a killed run lost events of
     updates that its checkpoint already held. So this uses the EventsWriter below it. Events that do not fit on a full
@@ -49,11 +43,6 @@ class TensorBoard:
         from tensorboardX.proto import event_pb2
 
         logging.getLogger("tensorboardX").setLevel(logging.ERROR)  # it warns of every NaN
-        self._bucket = folder if storage.is_remote(folder) else None
-        if self._bucket is not None:
-            self._local = tempfile.TemporaryDirectory(prefix="rlhf_jax-tensorboard-")
-            folder = self._local.name
-        self._uploaded = time.monotonic()
         os.makedirs(folder, exist_ok=True)
         # Each file needs its own name: the writer's own names repeat within a second.
         self._writer = EventsWriter(os.path.join(folder, "events"), f".{time.time_ns()}")
@@ -72,17 +61,6 @@ class TensorBoard:
             self._write(entry.step, summary=self._summary.scalar(name, value))
         with contextlib.suppress(OSError):
             self._writer.flush()
-        if time.monotonic() - self._uploaded >= UPLOAD_SECONDS:
-            self.sync()
-
-    def sync(self) -> bool:
-        """Uploads the file where the folder is in a bucket; True, since a run does not depend on it."""
-        if self._bucket is not None:
-            with contextlib.suppress(OSError):
-                self._writer.flush()
-                storage.upload_folder(self._local.name, self._bucket)
-            self._uploaded = time.monotonic()
-        return True
 
     def text(self, step: int, name: str, markdown: str) -> None:
         """A text for the text page; on disk after the next `write`."""
@@ -92,7 +70,3 @@ class TensorBoard:
         """Flushes and closes the file."""
         with contextlib.suppress(OSError):
             self._writer.close()
-        if self._bucket is not None:
-            with contextlib.suppress(OSError):
-                storage.upload_folder(self._local.name, self._bucket)
-            self._local.cleanup()

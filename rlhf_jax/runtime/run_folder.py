@@ -4,7 +4,7 @@ config.json  recipe.json  inputs.json  metrics.jsonl  timings.jsonl  tensorboard
 completions/STEP.jsonl, STEP.tokens.jsonl  calibration/STEP.jsonl  nonfinite/STEP.jsonl  .lock
 policy/  value/  reward_model/: the final models
 
-It may be in a bucket (see `storage`): metrics.jsonl and timings.jsonl are parts there, and .lock a `Lease`.
+It may be in a bucket (see `storage`), with .lock as a `Lease`.
 """
 
 from __future__ import annotations
@@ -318,7 +318,7 @@ class RunFolder:
                 lines = io.StringIO(storage.read_text(path, errors="replace", newline="\n"), newline="\n").readlines()
                 remaining_lines = [line for line in lines if keeps(_step_of(line))]
                 if remaining_lines != lines:
-                    storage.replace_appended(path, "".join(remaining_lines))
+                    write_atomically(path, "".join(remaining_lines))
 
     def write_recipe(self, name: str, options: dict[str, Any]) -> None:
         """Writes recipe.json, {"config": name, "options"}, when a run begins; resumes do not overwrite it."""

@@ -11,7 +11,7 @@ import os
 import shutil
 from typing import Any
 
-from rlhf_jax.storage import bucket, parts
+from rlhf_jax.storage import bucket
 from rlhf_jax.storage.bucket import StorageError, is_remote
 from rlhf_jax.storage.copies import cache_folder, local_copy, upload_folder
 from rlhf_jax.storage.paths import absolute, from_here, located, working_folder
@@ -34,7 +34,6 @@ __all__ = [
     "read_text",
     "remove",
     "remove_tree",
-    "replace_appended",
     "upload_folder",
     "working_folder",
     "write_atomically",
@@ -50,7 +49,7 @@ def exists(path: str) -> bool:
 
 
 def is_file(path: str) -> bool:
-    """Whether there is a file; one that was appended to in a bucket is a folder of parts (see `parts`)."""
+    """Whether there is a file."""
     return bucket.kind_of(path) == "file" if is_remote(path) else os.path.isfile(located(path))
 
 
@@ -76,7 +75,7 @@ def make_dir(folder: str) -> None:
 
 
 def read_text(path: str, *, errors: str = "strict", newline: str | None = None) -> str:
-    """The text of a file in UTF-8, also of one that was appended to in a bucket.
+    """The text of a file in UTF-8.
 
     Args:
       errors, newline: as `open`.
@@ -88,11 +87,7 @@ def read_text(path: str, *, errors: str = "strict", newline: str | None = None) 
     if not is_remote(path):
         with open(located(path), encoding="utf-8", errors=errors, newline=newline) as file:
             return file.read()
-    try:
-        data = bucket.read(path)
-    except FileNotFoundError:
-        data = parts.read(path)
-    return data.decode("utf-8", errors)
+    return bucket.read(path).decode("utf-8", errors)
 
 
 def write_atomically(path: str, text: str) -> None:
@@ -111,14 +106,6 @@ def write_atomically(path: str, text: str) -> None:
         file.flush()
         os.fsync(file.fileno())
     os.replace(temporary, path)
-
-
-def replace_appended(path: str, text: str) -> None:
-    """As `write_atomically`, of a file that is appended to."""
-    if is_remote(path):
-        parts.replace(path, text.encode())
-    else:
-        write_atomically(path, text)
 
 
 def remove(path: str) -> None:

@@ -239,11 +239,11 @@ def copy(paths: dict[str, str]) -> None:
     )
 
 
-def upload(files: dict[str, str]) -> None:
+def upload(files: dict[str, str], *, attempts: int | None = None) -> None:
     """Uploads local files: {local path: path in the bucket}."""
     _each(
         list(files.items()),
-        lambda pair: _write(pair[1], lambda opened, key: opened.put_file(pair[0], key)),
+        lambda pair: _write(pair[1], lambda opened, key: opened.put_file(pair[0], key), attempts),
     )
 
 

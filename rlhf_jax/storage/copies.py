@@ -16,10 +16,8 @@ from typing import Any
 import filelock
 
 from rlhf_jax.errors import UserError
-from rlhf_jax.storage import bucket, parts
+from rlhf_jax.storage import bucket
 from rlhf_jax.storage.paths import located
-
-_PART = re.compile(rf"(.+)/{parts.NAME.pattern}")
 
 
 def cache_folder(name: str) -> str:
@@ -73,7 +71,8 @@ def local_copy(path: str, patterns: Sequence[str] = ("*",)) -> str:
     state = os.path.join(cache_folder("buckets"), f"{mark}.json")
     with filelock.FileLock(f"{state}.lock"):  # processes of a machine share the copy
         old = _read_state(state)
-        new = _update(path, local, _grouped(objects), patterns, old)
+        versions = {name: f"{size} {version}" for name, (size, version) in objects.items()}
+        new = _update(path, local, versions, patterns, old)
         with open(f"{state}.tmp", "w", encoding="utf-8") as file:
             json.dump(new, file)
         os.replace(f"{state}.tmp", state)
@@ -88,15 +87,6 @@ def _read_state(path: str) -> dict[str, str]:
         return {}
 
 
-def _grouped(objects: dict[str, tuple[int, str]]) -> dict[str, str]:
-    """{name: version} of files, the parts of a file that was appended to as one."""
-    files: dict[str, list[str]] = {}
-    for name, (size, version) in objects.items():
-        match = _PART.fullmatch(name)
-        files.setdefault(f"{match[1]}/" if match else name, []).append(f"{name} {size} {version}")
-    return {name: hashlib.sha256("\n".join(lines).encode()).hexdigest() for name, lines in files.items()}
-
-
 def _update(path: str, local: str, files: dict[str, str], patterns: Sequence[str], old: dict[str, str]) -> dict:
     """Downloads what is missing or changed and deletes what is gone. Returns the versions of the local files."""
     downloads: dict[str, str] = {}
@@ -105,19 +95,13 @@ def _update(path: str, local: str, files: dict[str, str], patterns: Sequence[str
         place = os.path.join(local, *components(name, path)) if name else local
         if old.get(name) == version and os.path.isfile(place):
             current[name] = version
-        elif not name or any(fnmatch.fnmatchcase(name.rstrip("/"), pattern) for pattern in patterns):
+        elif not name or any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns):
             downloads[name] = place
     for name in set(old) - set(files):
         with contextlib.suppress(OSError):
             os.remove(os.path.join(local, *components(name, path)))
-    plain = {name: place for name, place in downloads.items() if not name.endswith("/")}
-    _make_room(list(plain.values()))
-    bucket.download({f"{path}/{name}" if name else path: place for name, place in plain.items()})
-    for name in downloads.keys() - plain.keys():
-        _make_room([downloads[name]])
-        os.makedirs(os.path.dirname(downloads[name]), exist_ok=True)
-        with open(downloads[name], "wb") as file:
-            file.write(parts.read(f"{path}/{name.rstrip('/')}"))
+    _make_room(list(downloads.values()))
+    bucket.download({f"{path}/{name}" if name else path: place for name, place in downloads.items()})
     return current | {name: files[name] for name in downloads}
 
 

@@ -1,6 +1,7 @@
 """Object stores: every operation on S3 and GCS servers, errors, retries and conditional writes."""
 
 import os
+import pathlib
 import sys
 import threading
 
@@ -8,7 +9,7 @@ import pytest
 
 from rlhf_jax import storage
 from rlhf_jax.errors import UserError
-from rlhf_jax.storage import bucket, copies, parts
+from rlhf_jax.storage import bucket, copies, mirror
 from tests.helpers import buckets
 from tests.helpers.buckets import BUCKET
 
@@ -65,44 +66,46 @@ def test_a_created_object_whose_answer_was_lost_is_known_as_own(folder, store):
     assert not bucket.create(f"{folder}/lock", b"another's")
 
 
-def test_an_appended_file_reads_as_one(folder, monkeypatch):
-    monkeypatch.setattr(parts, "MERGE", 4)
-    file = parts.Appender(f"{folder}/m.jsonl")
-    lines = [f'{{"step": {i}}}\n' for i in range(11)]
-    for i, line in enumerate(lines):
-        if i == 6:
-            file = parts.Appender(f"{folder}/m.jsonl")  # a resume
-        file.append(line.encode())
-        assert storage.read_text(f"{folder}/m.jsonl") == "".join(lines[: i + 1])
-    assert len(storage.list_names(f"{folder}/m.jsonl")) < 8
-    storage.replace_appended(f"{folder}/m.jsonl", lines[0])
-    parts.Appender(f"{folder}/m.jsonl").append(b"x\n")
-    assert storage.read_text(f"{folder}/m.jsonl") == lines[0] + "x\n"
+def test_files_that_grow_are_uploaded_whole_where_they_have_changed(folder, store):
+    storage.write_atomically(f"{folder}/m.jsonl", "1\n")
+    files = mirror.Mirror(folder, ("m.jsonl", "t.jsonl"))
+    assert os.listdir(files.local) == ["m.jsonl"]
+    with open(os.path.join(files.local, "m.jsonl"), "a") as file:
+        file.write("2\n")
+    os.makedirs(os.path.join(files.local, "deep"))
+    pathlib.Path(files.local, "deep", "events").write_text("x")
+    files.upload()
+    assert storage.read_text(f"{folder}/m.jsonl") == "1\n2\n" and storage.read_text(f"{folder}/deep/events") == "x"
+    store[1].faults.calls.clear()
+    files.upload()
+    assert not store[1].faults.calls, "nothing has changed"
+    files.close()
+    assert not os.path.exists(files.local)
 
 
-def test_two_writers_of_a_file_do_not_overwrite_each_other(folder):
-    one, two = (parts.Appender(f"{folder}/m.jsonl") for _ in range(2))
-    one.append(b"1\n")
-    with pytest.raises(storage.StorageError, match=r"m\.jsonl: another process"):
-        two.append(b"2\n")
+def test_files_that_could_not_be_uploaded_are_tried_again(folder, store, monkeypatch):
+    monkeypatch.setattr("asyncio.sleep", buckets.at_once)
+    monkeypatch.setattr(bucket, "ATTEMPTS", 1)
+    files = mirror.Mirror(folder, ())
+    pathlib.Path(files.local, "m.jsonl").write_text("1\n")
+    store[1].faults.failures = -1
+    with pytest.raises(storage.StorageError, match="cannot write"):
+        files.upload()
+    store[1].faults.failures = 0
+    files.upload()
     assert storage.read_text(f"{folder}/m.jsonl") == "1\n"
 
 
-def test_a_merge_that_fails_loses_no_part(folder, store, monkeypatch):
-    monkeypatch.setattr(parts, "MERGE", 2)
-    monkeypatch.setattr(bucket, "ATTEMPTS", 1)
-    monkeypatch.setattr("asyncio.sleep", buckets.at_once)
-    file = parts.Appender(f"{folder}/m.jsonl")
-    store[1].faults.matching, store[1].faults.failures = ".whole", -1
-    for i in range(5):
-        file.append(b"%d\n" % i)
-    assert storage.read_text(f"{folder}/m.jsonl") == "0\n1\n2\n3\n4\n"
+def test_parts_of_an_earlier_version_are_not_taken_for_a_new_file(folder):
+    storage.write_atomically(f"{folder}/metrics.jsonl/00000001.part", "1\n")
+    with pytest.raises(UserError, match=r"metrics\.jsonl is a folder of parts, which an earlier version wrote"):
+        mirror.Mirror(folder, ("metrics.jsonl",))
 
 
 def test_a_copy_follows_the_bucket_and_downloads_what_changed(folder, store, tmp_path):
     for name in ("config.json", "model.safetensors", "deep/er/x"):
         storage.write_atomically(f"{folder}/{name}", name)
-    parts.Appender(f"{folder}/metrics.jsonl").append(b"1\n")
+    storage.write_atomically(f"{folder}/metrics.jsonl", "1\n")
     copy = storage.local_copy(folder, ("*.json",))
     assert sorted(os.listdir(copy)) == ["config.json"]
     copy = storage.local_copy(folder)
@@ -141,10 +144,7 @@ def test_calls_that_fail_at_first_are_repeated(folder, store, failures, monkeypa
     store[1].faults.failures = failures
     monkeypatch.setattr("asyncio.sleep", buckets.at_once)
     storage.write_atomically(f"{folder}/a", "a")
-    file = parts.Appender(f"{folder}/m.jsonl")
-    file.append(b"1\n")
-    assert storage.read_text(f"{folder}/a") == "a" and storage.list_names(folder) == ["a", "m.jsonl"]
-    assert storage.read_text(f"{folder}/m.jsonl") == "1\n"
+    assert storage.read_text(f"{folder}/a") == "a" and storage.list_names(folder) == ["a"]
     storage.remove_tree(folder)
     assert not storage.exists(folder)
 
