@@ -242,7 +242,7 @@ class Turns:
         self._most_characters = longest * config.response_length
         self._templates: dict[str | None, ChatTemplate] = {}
         self._records: ToolRecords | None = None
-        self._kept: _GoingOn | None = None
+        self._going_on: _GoingOn | None = None
 
     def record(self, folder: str | None) -> None:
         """Records calls in a run's folder from now on (None: nowhere); calls that are recorded there, or in the run of
@@ -297,9 +297,9 @@ class Turns:
         else:
             goes_on, logprobs = _by_response(np.asarray(unfinished.held), count), unfinished.logprobs
             responses.begin(unfinished, goes_on, self._mesh)
-        resumes = bool(goes_on.any()) and self._kept is None
-        carry = self._kept if goes_on.any() and self._kept is not None else _GoingOn()
-        environments, prompts_of = carry.environments, carry.prompts
+        resumes = bool(goes_on.any()) and self._going_on is None
+        earlier = self._going_on if goes_on.any() and self._going_on is not None else _GoingOn()
+        environments, prompts_of = earlier.environments, earlier.prompts
         if self._environments is not None:
             # After a resume those that go on come first, whose instances were the first of the checkpoint.
             beginning = sorted(
@@ -312,10 +312,10 @@ class Turns:
         placed = place(prompts)
         texts = source.display_texts(rows[device_rows])
         responses.states = {
-            row: carry.states.get(row) or _Row(text, row < real, at)
+            row: earlier.states.get(row) or _Row(text, row < real, at)
             for row, text in zip(responses.rows, texts, strict=True)
         }
-        counts = {row: carry.counts.get(row, np.zeros(2, np.int64)) for row in range(real)}
+        counts = {row: earlier.counts.get(row, np.zeros(2, np.int64)) for row in range(real)}
         batch = _Batch(responses, {row: len(source.tokens[rows[row]]) for row in process_rows}, environments, counts)
         if unfinished is not None and resumes:
             self._recall(batch, [row for row in process_rows if goes_on[row]], np.asarray(unfinished.began))
@@ -355,9 +355,11 @@ class Turns:
         def of(values: Mapping[int, Any]) -> dict[int, Any]:
             return {row: values[row] for row in later if row in values}
 
-        carry = self._kept = _GoingOn(of(batch.responses.states), of(batch.environments), of(prompts), of(batch.counts))
+        unfinished = self._going_on = _GoingOn(
+            of(batch.responses.states), of(batch.environments), of(prompts), of(batch.counts)
+        )
         if self._environments is not None:
-            self._environments.hold(list(carry.environments.values()))
+            self._environments.hold(list(unfinished.environments.values()))
 
     # --- environments
 
