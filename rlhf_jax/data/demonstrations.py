@@ -182,16 +182,14 @@ class _Encoder:
 
     def data(self, tokenized: Tokenized, length_buckets: Sequence[int] | None) -> DemoData:
         """As `tokenized.Encoder.data`."""
-        limits = f"max_length = {self.max_length} or query_length = {self.query_length} tokens"
-        row_texts.check_any_kept(tokenized.rows, len(tokenized.kept), limits)
         tokens = tokenized.ragged("tokens")
         buckets, report = row_texts.buckets_and_report(
             tokenized,
             tokens,
             length_buckets=length_buckets,
-            truncated=tokenized.count("truncated"),
-            note="; ".join(self._notes(tokenized)) or None,
-            template_date=None if self.template is None else self.template.date,
+            limit=f"max_length = {self.max_length} or query_length = {self.query_length} tokens",
+            note="; ".join(self._notes(tokenized)),
+            template=self.template,
         )
         return DemoData(
             tokens,
@@ -210,7 +208,7 @@ class ConversationEncoder(_Encoder):
     "content"}, or 'messages' holds both. They are what the chat template renders, which ends them; no eos is added.
 
     A prompt (with its generation prompt) of more than `query_length` tokens is dropped, since `query_overflow` has no
-    rule for truncating one, and so is a row of which no token is left to train on.
+    rule for truncating one. A row without a token to train on is dropped too.
 
     Raises:
       UserError: there is no chat template, or an option of the loss does not apply.

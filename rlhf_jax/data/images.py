@@ -612,6 +612,8 @@ COUNTS: dict[str, Kind] = {"images": "int", "tiles": "int"}
 def note_of(tokenized: Tokenized) -> str:
     """A remark for the report."""
     counts = tokenized.numbers("images")
+    if not counts.size:
+        return ""
     return f"{counts.sum()} images, {counts.min()} to {counts.max()} a row; rows that are too long are dropped"
 
 

@@ -171,17 +171,15 @@ class PairEncoder:
 
     def data(self, tokenized: Tokenized, length_buckets: Sequence[int] | None) -> PairData:
         """As `tokenized.Encoder.data`."""
-        limits = f"max_length = {self.max_length} or query_length = {self.query_length} tokens"
-        row_texts.check_any_kept(tokenized.rows, len(tokenized.kept), limits)
         chosen, rejected = tokenized.ragged("chosen"), tokenized.ragged("rejected")
         buckets, report = row_texts.buckets_and_report(
             tokenized,
             chosen,
             rejected,
             length_buckets=length_buckets,
-            truncated=tokenized.count("truncated"),
+            limit=f"max_length = {self.max_length} or query_length = {self.query_length} tokens",
             note=row_texts.begun_note(tokenized, self.tokenizer),
-            template_date=None if self.template is None else self.template.date,
+            template=self.template,
         )
         fingerprint = tokenized.meta.get("fingerprint")
         margin, pad_id = tokenized.numbers("margin"), self.tokenizer.pad_id

@@ -234,15 +234,14 @@ class PromptEncoder:
     def data(self, tokenized: Tokenized, length_buckets: Sequence[int] | None) -> PromptData:
         """As `tokenized.Encoder.data`; texts and columns are read when they are needed."""
         table, columns, row_indices = tokenized.rows.table, self.prompt_columns, tokenized.kept
-        row_texts.check_any_kept(tokenized.rows, len(row_indices), self._limit)
         tokens = tokenized.ragged("tokens")
         buckets, report = row_texts.buckets_and_report(
             tokenized,
             tokens,
             length_buckets=length_buckets,
-            truncated=tokenized.count("truncated"),
+            limit=self._limit,
             note=self._note(tokenized, len(tokenized.table) - tokenized.bad - len(row_indices)),
-            template_date=None if self.template is None else self.template.date,
+            template=self.template,
         )
 
         def row(index: int) -> dict[str, Any]:

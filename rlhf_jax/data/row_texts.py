@@ -148,19 +148,13 @@ def identity(tokenizer: Tokenizer, template: Any, *options: Any) -> Any:
     return None if parts[0] is None or (template is not None and parts[1] is None) else [*parts, *options]
 
 
-def check_any_kept(rows: Rows, kept_count: int, limit: str) -> None:
-    """UserError if every row was too long."""
-    if not kept_count:
-        raise UserError(f"{rows.name}: all {len(rows)} rows are longer than {limit}; raise it, or use shorter texts")
-
-
 def buckets_and_report(
     tokenized: Tokenized,
     *sequences: Sequence[np.ndarray],
     length_buckets: Sequence[int] | None,
-    truncated: int,
-    note: str | None = None,
-    template_date: str | None = None,
+    limit: str,
+    note: str | None,
+    template: Any,
 ) -> tuple[tuple[int, ...], batches.DataReport]:
     """The length buckets of a data set and the report on its rows.
 
@@ -168,28 +162,32 @@ def buckets_and_report(
       tokenized: the tokens of all rows.
       *sequences: token sequences of the kept rows, one list for each column.
       length_buckets: as configured; None: `default_buckets`.
-      truncated: number of truncated rows.
+      limit: the options that limit lengths and their values, for the message.
       note: remark for the report.
-      template_date: date that the chat template prints.
+      template: a `chat.ChatTemplate`; None: the rows are texts.
 
     Raises:
-      UserError: the longest sequence fits no bucket.
+      UserError: every row is too long, or the longest sequence fits no bucket.
     """
+    read, kept_count = len(tokenized.rows), len(tokenized.kept)
+    if not kept_count:
+        raise UserError(
+            f"{tokenized.rows.name}: all {read} rows are longer than {limit}; raise it, or use shorter texts"
+        )
     sizes = [lengths_of(column) for column in sequences]
     longest = int(max(lengths.max() for lengths in sizes))
     buckets = tuple(length_buckets or batches.default_buckets(longest))
     batches.bucket(longest, buckets)
-    read, kept_count = len(tokenized.rows), len(sequences[0])
     return buckets, batches.DataReport(
         name=tokenized.rows.name,
         read=read,
         kept=kept_count,
         bad=tokenized.bad,
-        truncated=truncated,
+        truncated=tokenized.count("truncated"),
         dropped=read - tokenized.bad - kept_count,
         longest=longest,
         tokens=int(sum(lengths.sum() for lengths in sizes)),
         first_bad=tokenized.first_bad,
         note="; ".join(filter(None, (tokenized.rows.note, note))) or None,
-        template_date=template_date,
+        template_date=None if template is None else template.date,
     )

@@ -156,5 +156,5 @@ class DecodingOptions(Options):
     """Keys and values of responses during generation: in dtype, or in int8, which samples from another distribution
     (GRPO, with importance_sampling_correction)."""
     rollout_max_steps: PositiveInt | None = option(None, rare=True)
-    """Decode steps of a rollout, with tools of each of its turns, after which unfinished responses go on in the next
-    update (partial rollouts, Kimi k1.5). Needs old_logprobs sampler. None: no limit."""
+    """Maximum decode steps of a rollout, or with tools of each turn. Unfinished responses continue in the next update
+    (partial rollouts, Kimi k1.5). Needs old_logprobs sampler. None: no limit."""

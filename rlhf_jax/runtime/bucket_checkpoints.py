@@ -9,7 +9,6 @@ FOLDER/STEP/commit.json                       the marker, written by process 0 a
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import os
 import shutil
@@ -65,9 +64,7 @@ class BucketCheckpoints:
           UserError: keep is below 1, or the bucket cannot be read.
         """
         self.folder = folder
-        mark = hashlib.sha256(folder.encode()).hexdigest()[:16]
-        staging = os.path.join(storage.cache_folder("staging"), f"{mark}-{jax.process_index()}")
-        shutil.rmtree(staging, ignore_errors=True)  # of a process that was killed
+        staging = copies.staging_folder(folder, str(jax.process_index()))
         saved = lambda: sorted(self._scores)  # noqa: E731
         self._local = Checkpoints(staging, None, warn=warn, shown_as=folder, saved=saved)
         self.warn = self._local.warn

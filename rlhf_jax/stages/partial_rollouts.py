@@ -65,17 +65,22 @@ def expected_lengths(response_lengths: Array, rows: Array, most: int) -> Array:
     return jnp.where(lengths < 0, jnp.float32(most), lengths)
 
 
+def by_response(values: Any, count: int) -> Any:
+    """Values [P] of prompts, numpy or JAX, for each of `count` responses."""
+    return values.repeat(count // len(values))
+
+
 def row_keys(key: Array, rows: Array, unfinished: Unfinished) -> Array:
     """Typed keys of rows [B]: of this rollout, or for responses that go on those that they started with."""
     fresh = jax.vmap(jax.random.fold_in, (None, 0))(key, rows)
-    row_mask = jnp.repeat(unfinished.held, len(rows) // len(unfinished.held))
+    row_mask = by_response(unfinished.held, len(rows))
     data = jnp.where(row_mask[:, None], unfinished.keys, jax.random.key_data(fresh))
     return jax.random.wrap_key_data(data)
 
 
 def begun(unfinished: Unfinished) -> PartialResponses:
     """The responses that go on; the others begin."""
-    row_mask = jnp.repeat(unfinished.held, len(unfinished.lengths) // len(unfinished.held))
+    row_mask = by_response(unfinished.held, len(unfinished.lengths))
     return PartialResponses(
         response=unfinished.response,
         logprobs=unfinished.logprobs,
@@ -102,9 +107,8 @@ def keep(
     lengths, before = rollout.lengths, state.unfinished
     finished = jnp.ones(prompt_rows.shape, bool)
     if before is not None:
-        group_size = len(lengths) // len(before.held)
         row_finished = rollout.ended | (lengths >= rollout.response.shape[1])
-        finished = jnp.all(row_finished.reshape(-1, group_size), axis=1)
+        finished = jnp.all(row_finished.reshape(len(before.held), -1), axis=1)
         # As much as was taken: of this rollout's places those that held nothing.
         taken = before.taken + jnp.sum(~before.held).astype(jnp.int32)
         unfinished = Unfinished(
@@ -120,7 +124,7 @@ def keep(
             sampled=before.sampled,
         )
         state = state.replace(unfinished=unfinished)
-        rollout = rollout.replace(lengths=jnp.where(jnp.repeat(finished, group_size), lengths, -1))
+        rollout = rollout.replace(lengths=jnp.where(by_response(finished, len(lengths)), lengths, -1))
     if state.response_lengths is not None:
         mean = lengths.reshape(len(prompt_rows), -1).astype(jnp.float32).mean(axis=1)
         rows = jnp.where(finished, prompt_rows, len(state.response_lengths))  # past the end: dropped

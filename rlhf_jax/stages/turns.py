@@ -1,15 +1,14 @@
 """Responses of several turns: generate, call tools, go on with their results, for the rows that called.
 
 The tokens of earlier turns are kept as they were sampled. Results of tools are part of the response, and its mask
-`Rollout.sampled` leaves them out. One program generates all turns. A turn that `rollout_max_steps` cuts goes on with
-the next call of that program, in the next update if no other response has a turn left in this one.
+`Rollout.sampled` leaves them out. One program generates all turns. A turn that `rollout_max_steps` cuts continues while
+other responses have turns left, and then in the next update.
 
 Shapes: B responses of a rollout, H of them on this process' devices, T response columns.
 """
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import itertools
 import time
@@ -27,10 +26,11 @@ from rlhf_jax.data.tool_calls import ToolCalls
 from rlhf_jax.errors import UserError
 from rlhf_jax.parallel import local_rows, multihost, sharding
 from rlhf_jax.runtime.stopping import Tick, no_tick
+from rlhf_jax.stages.partial_rollouts import by_response
 from rlhf_jax.stages.programs import prompt_width
 from rlhf_jax.tools.environments import Environments, methods
 from rlhf_jax.tools.records import ToolRecords
-from rlhf_jax.tools.toolbox import Toolbox
+from rlhf_jax.tools.toolbox import Toolbox, failures
 from rlhf_jax.types import PartialResponses, PromptBatch, Rollout, RolloutState, Unfinished
 
 
@@ -125,7 +125,7 @@ class _TurnResult(NamedTuple):
 
     row: int
     messages: Conversation
-    suffix: list[int] | None = None  # ids of what follows, after which the response goes on; None: it has ended
+    suffix: list[int] | None = None  # ids of the results; None: the response has ended
     text: str = ""  # of the whole conversation up to there
     calls: int = 0
     failures: int = 0
@@ -295,7 +295,7 @@ class Turns:
             goes_on = np.zeros(count, bool)
             logprobs = local_rows.place(np.zeros((len(device_rows), columns), np.float32), self._mesh, count)
         else:
-            goes_on, logprobs = _by_response(np.asarray(unfinished.held), count), unfinished.logprobs
+            goes_on, logprobs = by_response(np.asarray(unfinished.held), count), unfinished.logprobs
             responses.begin(unfinished, goes_on, self._mesh)
         resumes = bool(goes_on.any()) and self._going_on is None
         earlier = self._going_on if goes_on.any() and self._going_on is not None else _GoingOn()
@@ -318,7 +318,8 @@ class Turns:
         counts = {row: earlier.counts.get(row, np.zeros(2, np.int64)) for row in range(real)}
         batch = _Batch(responses, {row: len(source.tokens[rows[row]]) for row in process_rows}, environments, counts)
         if unfinished is not None and resumes:
-            self._recall(batch, [row for row in process_rows if goes_on[row]], np.asarray(unfinished.began))
+            began_in = by_response(np.asarray(unfinished.began), count)
+            self._recall(batch, [row for row in responses.rows if goes_on[row]], began_in)
         seconds = time.perf_counter() - began
         for iteration in itertools.count():
             if iteration:
@@ -340,13 +341,13 @@ class Turns:
         if after is not None:  # an update donates its state, so the state has an array of its own
             sampled = local_rows.place(responses.sampled, self._mesh, count)
             state = state.replace(unfinished=after.replace(sampled=sampled))
-            present = ~_by_response(sharding.fetch(after.held), count)
+            present = _present(after, count)
             self._keep(batch, prompts_of, np.flatnonzero(~present).tolist())
         finished = range(real) if present is None else np.flatnonzero(present).tolist()
-        calls, failures = sum((counts[row] for row in finished), np.zeros(2, np.int64)).tolist()
+        calls, failed = sum((counts[row] for row in finished), np.zeros(2, np.int64)).tolist()
         instances = None if self._environments is None else [environments.get(row) for row in responses.rows]
         messages = [each.messages for each in responses.states.values()]
-        conversations = Conversations(messages, instances, len(finished), calls, failures, seconds)
+        conversations = Conversations(messages, instances, len(finished), calls, failed, seconds)
         return Responses(rollout, state, placed, source, rows, conversations, present)
 
     def _keep(self, batch: _Batch, prompts: Mapping[int, _Prompt], later: Sequence[int]) -> None:
@@ -467,8 +468,7 @@ class Turns:
                 used = states[row].start + len(batch.responses.turn(row))
                 suffix, text = self._suffix(answers, used, batch.prompt_lengths[row])
                 messages = turns.pop(row) + (answers if suffix is not None else [])
-                failures = sum(call["failed"] for call in calls)
-                outcomes.append(_TurnResult(row, messages, suffix, text, len(calls), failures))
+                outcomes.append(_TurnResult(row, messages, suffix, text, len(calls), failures(calls)))
             outcomes += [_TurnResult(row, turn) for row, turn in turns.items()]
         except UserError as raised:
             error = raised
@@ -483,41 +483,41 @@ class Turns:
         return everywhere
 
     def _recall(self, batch: _Batch, rows: Sequence[int], began: np.ndarray) -> None:
-        """Repeats, after a resume, the turns of responses that go on: calls of functions return what is recorded, those
-        of environments are made again.
+        """Repeats, after a resume, the turns of responses that go on. Functions are not called again: their results are
+        taken from the records. The methods of environments are.
 
         Args:
           batch: the responses, with all of their tokens.
-          rows: those of this process that go on.
-          began: [P] the updates that responses began in.
+          rows: those on this process' devices that go on.
+          began: [B] the updates that responses began in.
 
         Raises:
-          UserError: as `_call`, or the results are not those that a response has.
+          UserError: as `_call`, or tools return other results than a response contains.
         """
         responses = batch.responses
-        before = copy.deepcopy(responses)
+        lengths, was_ended = responses.lengths.copy(), responses.ended.copy()
+        tokens, results = {row: responses.tokens(row) for row in rows}, {row: responses.results(row) for row in rows}
+        turns = {row: len(results[row]) + (not responses.cut(row)) for row in rows}
         for row in rows:
-            responses.states[row].at = of_update(int(_by_response(began, len(batch.counts))[row]))
-        tokens, results = {row: before.tokens(row) for row in rows}, {row: before.results(row) for row in rows}
-        ended = {row: len(results[row]) + (not before.cut(row)) for row in rows}
-        for turn in range(max(multihost.agree(max(ended.values(), default=0)))):
-            expected: dict[int, list[int] | None] = {}
-            for row in (row for row in rows if turn < ended[row]):
+            responses.states[row].at = of_update(int(began[row]))
+        for turn in range(max(multihost.agree(max(turns.values(), default=0)))):
+            suffixes: dict[int, list[int] | None] = {}
+            for row in (row for row in rows if turn < turns[row]):
                 first, after = (*results[row], (len(tokens[row]), None))[turn]
                 responses.end(row, first)
-                expected[row] = None if after is None else tokens[row][first:after]
-            outcomes = self._call(batch, list(expected))
-            changed = [each.row for each in outcomes if expected.get(each.row, each.suffix) != each.suffix]
+                suffixes[row] = None if after is None else tokens[row][first:after]
+            # Only the process that owns a row calls its tools; others may hold the row too.
+            outcomes = self._call(batch, [row for row in suffixes if row in batch.prompt_lengths])
+            changed = [each.row for each in outcomes if suffixes.get(each.row, each.suffix) != each.suffix]
             error = None
             if changed:
-                at = responses.states[changed[0]].at
                 error = UserError(
-                    f"{at}, row {changed[0]}, turn {turn + 1}: the checkpoint's response goes on after other results "
-                    "than tools return now, and the run's folder has no record of them: put its tools.jsonl back"
+                    f"{responses.states[changed[0]].at}, row {changed[0]}, turn {turn + 1}: tools return other results "
+                    "than the response in the checkpoint contains, and the run's folder has no record of them. Restore "
+                    "its tools.jsonl"
                 )
             multihost.agree(error=error)
-        responses.response, responses.sampled = before.response, before.sampled
-        responses.lengths, responses.ended = before.lengths, before.ended
+        responses.lengths, responses.ended = lengths, was_ended
 
     def _suffix(self, answers: Conversation, used: int, prompt_length: int) -> tuple[list[int] | None, str]:
         """What follows a response of `used` tokens, and its text; None where there is no room for it."""
@@ -567,9 +567,9 @@ def of_update(step: int) -> str:
     return f"update {step + 1}"
 
 
-def _by_response(by_prompt: np.ndarray, count: int) -> np.ndarray:
-    """Values of P prompts for each of `count` responses."""
-    return np.repeat(by_prompt, count // len(by_prompt))
+def _present(unfinished: Unfinished, count: int) -> np.ndarray:
+    """[B] bool: which responses do not go on in the next update."""
+    return ~by_response(sharding.fetch(unfinished.held), count)
 
 
 def _prompt_argument(prompt: Any) -> dict[str, Any]:
@@ -605,7 +605,7 @@ def respond(
         placed, present = place(prompts), None
         rollout, state = generate(placed, None, group_size)
         if unfinished is not None and state is not None:
-            present = ~_by_response(sharding.fetch(state.unfinished.held), len(rows))
+            present = _present(state.unfinished, len(rows))
         return Responses(rollout, state, placed, source, rows, present=present)
     return turns.respond(
         lambda placed, begun: generate(placed, begun, len(rows) // len(placed.rows)),

@@ -26,6 +26,15 @@ def cache_folder(name: str) -> str:
     return os.path.join(base, "rlhf_jax", name)
 
 
+def staging_folder(folder: str, name: str) -> str:
+    """An empty local folder for files that go to a folder in a bucket. Deletes what a killed process left there."""
+    digest = hashlib.sha256(folder.encode()).hexdigest()[:16]
+    local = os.path.join(cache_folder("staging"), f"{digest}-{name}")
+    shutil.rmtree(local, ignore_errors=True)
+    os.makedirs(local)
+    return local
+
+
 def _copy_of(path: str) -> str:
     """Where the copy of a path is: the bucket and the key are part of it, for messages that name a file."""
     scheme, _, key = path.partition("://")

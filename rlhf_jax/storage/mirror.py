@@ -3,7 +3,6 @@ whole where they have changed."""
 
 from __future__ import annotations
 
-import hashlib
 import os
 import shutil
 from collections.abc import Sequence
@@ -27,10 +26,7 @@ class Mirror:
           UserError: one is a folder, or the bucket cannot be read.
         """
         self.folder = folder
-        digest = hashlib.sha256(folder.encode()).hexdigest()[:16]
-        self.local = os.path.join(copies.cache_folder("staging"), f"{digest}-files")
-        shutil.rmtree(self.local, ignore_errors=True)  # of a process that was killed
-        os.makedirs(self.local)
+        self.local = copies.staging_folder(folder, "files")
         for name in names:
             kind = bucket.kind_of(path := f"{folder}/{name}")
             if kind == "folder":

@@ -39,7 +39,12 @@ class Results:
     @property
     def failures(self) -> int:
         """Calls that failed."""
-        return sum(call["failed"] for row in self.calls for call in row)
+        return sum(map(failures, self.calls))
+
+
+def failures(calls: Sequence[RecordedCall]) -> int:
+    """How many of the calls failed."""
+    return sum(call["failed"] for call in calls)
 
 
 class Toolbox:

@@ -229,6 +229,29 @@ def test_responses_that_go_on_are_those_of_a_rollout_without_a_limit(tokenizer, 
     stage.close()
 
 
+def test_a_resume_without_records_says_where_tools_return_something_else(tokenizer):
+    """The turns of responses that go on are made again from the checkpoint, here the state of another stage."""
+    options = {"rollout_max_steps": 6, "old_logprobs": "sampler", "learning_rate": 0.0}
+    before = stage_of(tokenizer, tools=[tt.tell], **options)
+    state, _, _ = before.train_step(before.state, 0)
+    before.close()
+    unfinished = jax.device_get(state.rollout.unfinished)
+    assert (~unfinished.sampled & unfinished.held.repeat(GROUP)[:, None]).any(), "no result goes on"
+
+    def tell(word: str) -> str:
+        """Says another word.
+
+        Args:
+            word: The word.
+        """
+        return f"{word} y"
+
+    after = stage_of(tokenizer, tools=[tell], **options)
+    with pytest.raises(UserError, match=r"update 1, row \d+, turn 1: tools return other results than the response"):
+        after.train_step(state, 1)
+    after.close()
+
+
 @pytest.mark.parametrize("limit", [1, 2])
 def test_at_the_limit_a_call_is_left_unanswered(tokenizer, limit):
     stage = stage_of(tokenizer, max_tool_calling_iterations=limit)
