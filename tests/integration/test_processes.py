@@ -86,12 +86,14 @@ def get_config(variant):
         # The gradient of their sum is nearly 0, which Adam with its small epsilon makes large.
         entropy = dict(use_adaptive_entropy=True, entropy_target=20.0, adam_epsilon=1e-5)
         return GRPOConfig(num_generations=2, beta=0.05, num_iterations=2, **entropy, **START, **POLICY)
-    if variant == "tools":
+    if variant in ("tools", "partial"):
         helper = "tests.helpers.tool_tokenizer"
         policy = {**POLICY, "response_length": 64, "length_buckets": (64,), "dataset_name": "TOOLS/prompts.jsonl"}
         policy |= {"eval_dataset_name": "TOOLS/prompts.jsonl", "stop_token_ids": SHORT_TURNS, "temperature": 1.0}
         start = {**START, "tokenizer_name_or_path": "TOOLS/tokenizer"}
         calls = dict(tools=(f"{helper}:tell", f"{helper}:fail"), environment_factory=(f"{helper}:Counter",))
+        if variant == "partial":  # responses go on in later updates
+            policy |= {"total_episodes": 32, "rollout_max_steps": 8, "old_logprobs": "sampler"}
         return GRPOConfig(num_generations=2, **calls, **start, **policy)
     # The reward model of RLOO reads text, with a tokenizer of its own.
     reads = dict(reward_model_path="REWARD", reward_input="text")
@@ -102,7 +104,7 @@ def get_config(variant):
     return rloo
 
 
-VARIANTS = dict.fromkeys(("all", "rloo", "grpo", "tools", "ends"))
+VARIANTS = dict.fromkeys(("all", "rloo", "grpo", "tools", "partial", "ends"))
 """
 
 REWARDS = """
@@ -269,10 +271,16 @@ PAIRS = [
 def test_metrics_do_not_depend_on_the_processes(runs, mesh, run):
     one, many = metrics_of(runs / "one" / run), metrics_of(runs / mesh / run)
     assert [line["step"] for line in many] == list(range(1, UPDATES + 1))
+    assert_same_metrics(one, many, {"loss"} if run in ("rloo", "grpo") else set())  # RLOO's is a mean that cancels
+
+
+def assert_same_metrics(one, many, cancelling):
+    """Those of a run in one process and in many, up to rounding; `cancelling`: means that are nearly 0."""
+    assert len(one) == len(many)
     for expected, line in zip(one, many, strict=True):
         assert set(line) == set(expected)
-        # These measure rounding, which is another one on another mesh; RLOO's loss is a mean that cancels.
-        loose = {"val/first_ratio_error", "policy/first_approxkl"} | ({"loss"} if run in ("rloo", "grpo") else set())
+        # These measure rounding, which is another one on another mesh.
+        loose = {"val/first_ratio_error", "policy/first_approxkl"} | cancelling
         far = {
             name: (line[name], value)
             for name, value in expected.items()
@@ -424,3 +432,19 @@ def test_a_folder_that_is_not_shared_is_refused_before_training(folder, tmp_path
     assert codes == [2, 2]
     assert "need a file system that all processes share" in errors(texts[0])[0]
     assert not (tmp_path / "0" / "checkpoints").exists()
+
+
+def test_every_process_that_holds_a_response_rebuilds_it_after_a_resume(folder):
+    """Killed after its second update. With tensor over processes two hold each response, and one of them calls its
+    tools."""
+    codes, texts = Started(folder, "one", "partial").ends()
+    assert not any(codes), texts[0][-3000:]
+    killed, checkpoints = Started(folder, "four", "partial"), folder / "four" / "partial" / "checkpoints"
+    while not (checkpoints / "2").exists() and all(process.poll() is None for process in killed.processes):
+        time.sleep(0.02)
+    for process in killed.processes:
+        process.kill()
+    killed.ends()
+    codes, texts = Started(folder, "four", "partial").ends()
+    assert not any(codes), "\n-----\n".join(text[-3000:] for text in texts)
+    assert_same_metrics(metrics_of(folder / "one" / "partial"), metrics_of(folder / "four" / "partial"), {"loss"})
