@@ -49,7 +49,7 @@ OWNERS = {  # an outside thing, and the files that may touch it
     "trackio": {"runtime/trackers.py"},
     "rouge_score": {"evaluate/rouge.py"},
     "math_verify": {"rewards/math_worker.py"},
-    "rich": {"runtime/completion_tables.py", "runtime/progress.py"},
+    "rich": {"utils/tables.py", "runtime/progress.py"},
     "urllib": {"rewards/server.py"},
     "http": set(),
     "httpx2": {"rewards/server.py"},

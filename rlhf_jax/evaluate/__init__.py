@@ -4,7 +4,6 @@ from rlhf_jax.evaluate.best_of_n import best_of_n, kl_bound
 from rlhf_jax.evaluate.tables import (
     comparison_table,
     print_comparison,
-    side_by_side,
     summarize,
     write_comparison,
 )
@@ -22,6 +21,7 @@ from rlhf_jax.metrics.statistics import (
     unigram_entropy,
     win_rate,
 )
+from rlhf_jax.utils.tables import side_by_side
 
 __all__ = [
     "Z95",

@@ -1,10 +1,8 @@
-"""Comparison of policies on held-out prompts as plain text: tables, and samples side by side."""
+"""Comparison of policies on held-out prompts: its rows, as a table and as JSON."""
 
 from __future__ import annotations
 
-import shutil
 import sys
-import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,7 +11,7 @@ import numpy as np
 from rlhf_jax.metrics.statistics import Z95, mean_and_standard_error, wilson, win_rate
 from rlhf_jax.storage import write_atomically
 from rlhf_jax.utils.strict_json import json_text
-from rlhf_jax.utils.text import printable
+from rlhf_jax.utils.tables import plain_table, side_by_side
 
 
 def summarize(
@@ -121,63 +119,7 @@ def comparison_table(rows: Sequence[dict[str, Any]]) -> str:
         "win rate (95 %)": ("win_rate", win_rate_and_interval),
     }
     columns = {head: cell for head, (key, cell) in columns.items() if any(r.get(key) is not None for r in rows)}
-    return format_table([list(columns)] + [[cell(row) for cell in columns.values()] for row in rows])
-
-
-def format_table(cells: Sequence[Sequence[str]]) -> str:
-    """A table in plain text: header, rule, rows; the first column left-aligned, the others right-aligned.
-
-    Args:
-      cells: [rows][columns], header first.
-
-    Returns:
-      Lines without a final newline.
-    """
-    widths = [max(len(line[i]) for line in cells) for i in range(len(cells[0]))]
-
-    def align(line):
-        first, *rest = (cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(line, widths)))
-        return "  ".join([first, *rest]).rstrip()
-
-    return "\n".join([align(cells[0]), "-" * (sum(widths) + 2 * (len(widths) - 1)), *map(align, cells[1:])])
-
-
-def side_by_side(samples: Sequence[dict[str, Any]], width: int | None = None) -> str:
-    """Samples in plain text: each post followed by its responses in columns, with their gold rewards.
-
-    Args:
-      samples: {"post": str, "responses": [{"name": str, "text": str, "gold": float, "note": str}, ...]} each; "note"
-        and "gold" are optional, and are printed after the name.
-      width: of a line in characters; default: the terminal's.
-
-    Returns:
-      Lines without a final newline.
-    """
-    width = max(width or shutil.get_terminal_size((100, 24)).columns, 40)
-    blocks = []
-    for number, sample in enumerate(samples, 1):
-        responses = sample["responses"]
-        column_width = (width - 3 * (len(responses) - 1)) // max(len(responses), 1)
-        heads, texts = [], []
-        for response in responses:
-            gold = response.get("gold")
-            note = response.get("note") or ("" if gold is None else f"gold {gold:.2f}")
-            heads.append(printable(f"{response['name']} ({note})" if note else response["name"]))
-            texts.append(textwrap.wrap(printable(" ".join(response["text"].split())), column_width) or ["(empty)"])
-        heads = _pad_columns([textwrap.wrap(head, column_width) for head in heads])
-        columns = _pad_columns([[*head, "-" * column_width, *text] for head, text in zip(heads, texts)])
-        lines = [" | ".join(cell.ljust(column_width) for cell in line).rstrip() for line in zip(*columns)]
-        post = [
-            part for line in printable(sample["post"]).splitlines() for part in (textwrap.wrap(line, width) or [""])
-        ]
-        blocks.append("\n".join([f"== Sample {number}", *post, "", *lines]))
-    return "\n\n".join(blocks)
-
-
-def _pad_columns(columns: list[list[str]]) -> list[list[str]]:
-    """Columns of lines, padded with empty lines to the same height."""
-    height = max(map(len, columns), default=0)
-    return [column + [""] * (height - len(column)) for column in columns]
+    return plain_table([list(columns)] + [[cell(row) for cell in columns.values()] for row in rows])
 
 
 def print_comparison(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from rlhf_jax.evaluate.tables import format_table, side_by_side
+from rlhf_jax.utils.tables import plain_table, side_by_side
 
 
 def blocks(results: dict[str, Any], samples: Sequence[dict[str, Any]], limit: int | None) -> Iterator[str]:
@@ -81,7 +81,7 @@ def _policies_table(results: dict[str, Any]) -> str:
     title += f"temperature {sampling['temperature']:g}"
     title += f", {sampling['samples']} responses to each" if sampling["samples"] > 1 else ""
     missing = [row for row in rows if row.get("score", {}).get("missing")]
-    lines = [title, format_table([list(columns), *([cell(row) for cell in columns.values()] for row in rows)])]
+    lines = [title, plain_table([list(columns), *([cell(row) for cell in columns.values()] for row in rows)])]
     lines += [f"{row['name']}: {row['score']['missing']} answers without a score are left out" for row in missing]
     return "\n".join(lines)
 
@@ -98,7 +98,7 @@ def _tasks_table(policies: Sequence[dict[str, Any]]) -> str:
                 accuracy = summary.get("accuracy")
                 share = "-" if accuracy is None else _rate(accuracy["mean"], accuracy["low"], accuracy["high"])
                 cells.append([task, str(of_task["prompts"]), row["name"], name, mean, share])
-    return "\n".join(["By task (accuracy: the share of answers with a reward of 1)", format_table([head, *cells])])
+    return "\n".join(["By task (accuracy: the share of answers with a reward of 1)", plain_table([head, *cells])])
 
 
 def _rate(rate: float | None, low: float | None, high: float | None) -> str:
@@ -132,7 +132,7 @@ def _win_rates_table(rows: Sequence[dict[str, Any]]) -> str:
                 _mean(row.get("difference")),
             ]
         )
-    return "\n".join([f"Win rate of {rows[0]['policy']}", format_table(cells)])
+    return "\n".join([f"Win rate of {rows[0]['policy']}", plain_table(cells)])
 
 
 _MIN_LENGTH_SHARE = 0.05
@@ -171,7 +171,7 @@ def _best_of_n_table(rows: Sequence[dict[str, Any]]) -> str:
         means = [_mean(row[name]) for name in ("score", *reward_names)]
         cells.append([str(row["n"]), *means, f"{row['kl_bound']:.3f}"])
     title = f"Best of n by score, from {rows[0]['samples']} responses to each of {rows[0]['prompts']} prompts"
-    return "\n".join([title, format_table(cells)])
+    return "\n".join([title, plain_table(cells)])
 
 
 def _reward_model_table(result: dict[str, Any]) -> str:
@@ -185,7 +185,7 @@ def _reward_model_table(result: dict[str, Any]) -> str:
     return "\n".join(
         [
             f"Reward model {result['path']} on {result['pairs']} pairs of {result['data']}",
-            format_table(cells),
+            plain_table(cells),
             f"accuracy {accuracy}{ties}; expected calibration error {result['ece']:.3f}; loss {result['loss']:.3f}; "
             f"margin {result['margin']:.3f}",
         ]

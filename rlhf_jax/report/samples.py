@@ -9,7 +9,7 @@ from typing import Any
 
 from rlhf_jax.report.read_run import Run, parse_number, read_json_lines
 from rlhf_jax.report.series import rounded
-from rlhf_jax.runtime.completion_tables import THUMBNAILS
+from rlhf_jax.utils.tables import THUMBNAILS
 from rlhf_jax.utils.text import printable
 
 MAX_CHARACTERS = 1_500_000

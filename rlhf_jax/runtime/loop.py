@@ -17,11 +17,12 @@ from rlhf_jax.errors import UserError
 from rlhf_jax.metrics import logger as metrics_logger
 from rlhf_jax.parallel import multihost
 from rlhf_jax.rewards.interface import RewardFailure
-from rlhf_jax.runtime import compile_cache, completion_tables, host_memory, out_of_memory
+from rlhf_jax.runtime import compile_cache, host_memory, out_of_memory
 from rlhf_jax.runtime.callbacks import Callback, Control, call
 from rlhf_jax.runtime.monitor import Monitor, NonFinite
 from rlhf_jax.runtime.run_folder import Line
 from rlhf_jax.runtime.stopping import RESUME_HINT, Stopped, StopRequested, Stops, Tick
+from rlhf_jax.utils import tables
 from rlhf_jax.utils.text import printable
 
 
@@ -138,8 +139,8 @@ class Loop:
         for what, rows in line.completions.items():
             if what in self.due:
                 continue
-            rows = completion_tables.without_thumbnails(rows[: self.config.num_completions_to_print])
-            self.logger.text(self.step, f"completions/{what}", completion_tables.markdown(rows))
+            rows = tables.without_thumbnails(rows[: self.config.num_completions_to_print])
+            self.logger.text(self.step, f"completions/{what}", tables.markdown(rows))
 
     def is_last(self) -> bool:
         """Whether the present update is the last."""
@@ -212,19 +213,19 @@ class Loop:
         if not rows:
             return
         if self.config.log_unique_prompts:
-            first = {id(row) for row in completion_tables.unique_prompts(rows)}
+            first = {id(row) for row in tables.unique_prompts(rows)}
             tokens = [token_row for row, token_row in zip(rows, tokens) if id(row) in first]
             rows = [row for row in rows if id(row) in first]
         file = self.folder.write_completions(self.step, rows, what, tokens)
-        rows = completion_tables.without_thumbnails(rows)
+        rows = tables.without_thumbnails(rows)
         call(self.callbacks, "on_completions", self.step, rows, what)
         if multihost.is_main():
             limit = self.config.num_completions_to_print
             try:
                 if printed:
                     title = f"{self.stage.name}: {what} after update {self.step}; whole texts are in {file}"
-                    completion_tables.show(rows, title, limit)
-                self.logger.text(self.step, f"completions/{what}", completion_tables.markdown(rows[:limit]))
+                    tables.show(rows, title, limit)
+                self.logger.text(self.step, f"completions/{what}", tables.markdown(rows[:limit]))
             except Exception as error:  # a value that a reward function logged may refuse to become text
                 warn(f"the table of {what} after update {self.step} cannot be printed: {error!r}. The run continues")
 

@@ -17,11 +17,11 @@ from rlhf_jax.algorithms.groups import sampled_mask
 from rlhf_jax.parallel import sharding
 from rlhf_jax.rewards.interface import completion_ids
 from rlhf_jax.rewards.scorer import Scored, Scorer
-from rlhf_jax.runtime.completion_tables import THUMBNAILS
 from rlhf_jax.runtime.stopping import Tick, no_tick
 from rlhf_jax.stages.programs import Programs
 from rlhf_jax.stages.turns import Conversations, Turns, respond
 from rlhf_jax.types import Array, Images, Params, Rollout, TrainState
+from rlhf_jax.utils.tables import THUMBNAILS
 
 Completions = tuple[list[dict[str, Any]], list[dict[str, Any]]]
 """Rows of a completions table, and values by token of the first of them."""

@@ -76,8 +76,15 @@ def test_samples_stand_side_by_side_within_the_width():
     text = evaluate.side_by_side(SAMPLES, width=60)
     assert all(len(line) <= 60 for line in text.splitlines())
     assert text.startswith("== Sample 1\nSUBREDDIT: r/x\n\nword")
-    assert "reference (gold    | SFT (gold 0.25)    | PPO\n1.00)              |" in text
-    assert "Tom lost a key." in text and "(empty)" in text
+    assert "reference (gold     |                   |\n1.00)               | SFT (gold 0.25)   | PPO\n" in text
+    assert "Tom lost a key.     | Tom lost Tom lost | (empty)\n                    | Tom lost Tom lost |" in text
+
+
+def test_wide_characters_take_two_columns_of_the_terminal():
+    responses = [{"name": "SFT", "text": "これは" * 20}, {"name": "PPO", "text": "a b"}]
+    first, *_ = evaluate.side_by_side([{"post": "", "responses": responses}], width=60).splitlines()[5:]
+    wide, _, rest = first.partition("|")
+    assert 2 * len(wide.strip()) + 1 <= 30 and rest.strip() == "a b"
 
 
 def test_the_table_is_printed_last_and_everything_is_kept_in_json(tmp_path):

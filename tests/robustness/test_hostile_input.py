@@ -21,7 +21,8 @@ from rlhf_jax.config.check import check
 from rlhf_jax.data import tldr
 from rlhf_jax.errors import UserError
 from rlhf_jax.option import checked_types, field_types
-from rlhf_jax.runtime import completion_tables, loop, run_folder
+from rlhf_jax.runtime import loop, run_folder
+from rlhf_jax.utils import tables
 from rlhf_jax.utils.output import guarded_output
 from rlhf_jax.utils.strict_json import json_text
 from tests.helpers.control_characters import EVIL, obeyed
@@ -38,10 +39,10 @@ MEGABYTE = 1_000_000
 def test_tables_and_errors_show_escape_sequences_as_text(monkeypatch):
     monkeypatch.setenv("COLUMNS", "400")
     stream = io.StringIO()
-    completion_tables.show([{f"prompt{EVIL}": f"a {EVIL}", "n": 1.0}], f"title {EVIL}", stream=stream)
+    tables.show([{f"prompt{EVIL}": f"a {EVIL}", "n": 1.0}], f"title {EVIL}", stream=stream)
     shown = stream.getvalue()
     assert not obeyed(shown) and shown.count("\\x1b]0;owned") == 3
-    assert not obeyed(completion_tables.markdown([{f"prompt{EVIL}": EVIL}]))
+    assert not obeyed(tables.markdown([{f"prompt{EVIL}": EVIL}]))
     assert not obeyed(str(UserError(f"column {EVIL}"))) and len(str(UserError("x" * 10**7))) < 30_000
 
 

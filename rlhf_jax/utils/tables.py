@@ -1,12 +1,15 @@
-"""Completions as tables: in the terminal, and as Markdown for TensorBoard."""
+"""Tables of text: in the terminal, by rich, and as Markdown for TensorBoard."""
 
 from __future__ import annotations
 
 import html
+import io
+import shutil
 from collections.abc import Sequence
 from typing import Any, TextIO
 
-from rich.console import Console
+from rich.box import Box
+from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -86,3 +89,60 @@ def markdown(rows: Sequence[Row]) -> str:
     lines = ["| " + " | ".join(map(escape, names)) + " |", "|" + " --- |" * len(names)]
     lines += ["| " + " | ".join(escape(row.get(name, "")) for name in names) + " |" for row in rows]
     return "\n".join(lines)
+
+
+_RULED = Box("    \n    \n -- \n    \n    \n    \n    \n    \n")
+"""Only a rule, below the header."""
+_COLUMNS = Box("    \n  | \n -+ \n  | \n    \n    \n  | \n    \n")
+"""A rule below the header, and bars between columns."""
+
+
+def plain_table(cells: Sequence[Sequence[str]]) -> str:
+    """A table in plain text: header, rule, rows; the first column left-aligned, the others right-aligned.
+
+    Args:
+      cells: [rows][columns], header first.
+
+    Returns:
+      Lines without a final newline.
+    """
+    table = Table(box=_RULED, show_edge=False, padding=(0, 1, 0, 0), pad_edge=False)
+    for number, head in enumerate(cells[0]):
+        table.add_column(Text(head), justify="right" if number else "left", no_wrap=True)
+    for row in cells[1:]:
+        table.add_row(*map(Text, row))
+    return _as_text(table, 10_000)
+
+
+def side_by_side(samples: Sequence[dict[str, Any]], width: int | None = None) -> str:
+    """Samples in plain text: each post followed by its responses in columns, with their gold rewards.
+
+    Args:
+      samples: {"post": str, "responses": [{"name": str, "text": str, "gold": float, "note": str}, ...]} each; "note"
+        and "gold" are optional, and are printed after the name.
+      width: of a line in characters; default: the terminal's.
+
+    Returns:
+      Lines without a final newline.
+    """
+    width = max(width or shutil.get_terminal_size((100, 24)).columns, 40)
+    blocks = []
+    for number, sample in enumerate(samples, 1):
+        table = Table(box=_COLUMNS, show_edge=False, pad_edge=False, expand=True)
+        for response in sample["responses"]:
+            gold = response.get("gold")
+            note = response.get("note") or ("" if gold is None else f"gold {gold:.2f}")
+            name = f"{response['name']} ({note})" if note else response["name"]
+            table.add_column(Text(printable(name)), ratio=1, overflow="fold")
+        texts = (printable(" ".join(response["text"].split())) for response in sample["responses"])
+        table.add_row(*(Text(text or "(empty)") for text in texts))
+        post = Text(printable(sample["post"]))
+        blocks.append(_as_text(Group(Text(f"== Sample {number}"), post, Text(), table), width))
+    return "\n\n".join(blocks)
+
+
+def _as_text(content: RenderableType, width: int) -> str:
+    """Lines of at most `width` characters without spaces at their ends."""
+    stream = io.StringIO()
+    Console(file=stream, width=width, color_system=None, highlight=False).print(content)
+    return "\n".join(line.rstrip() for line in stream.getvalue().splitlines())

@@ -5,8 +5,8 @@ import io
 import pytest
 
 from rlhf_jax.metrics.logger import MetricLogger
-from rlhf_jax.runtime import completion_tables
 from rlhf_jax.runtime.run_folder import RunFolder
+from rlhf_jax.utils import tables
 from tests.helpers.tensorboard import events
 
 ROWS = [
@@ -18,7 +18,7 @@ ROWS = [
 
 def shown(*args, **options) -> str:
     stream = io.StringIO()
-    completion_tables.show(*args, stream=stream, **options)
+    tables.show(*args, stream=stream, **options)
     return stream.getvalue()
 
 
@@ -50,8 +50,8 @@ def test_a_table_of_long_texts_is_short(monkeypatch):
     post = "SUBREDDIT: r/family\n\nTITLE: a week\n\nPOST: " + "i met maya. " * 200 + "\n\nTL;DR:"
     text = shown([{"query": post, "model response": "met maya " * 50, "score": 1.0}] * 3, "title", limit=3)
     assert len(text.splitlines()) <= 20
-    assert completion_tables.short_cell("a\n\nb") == "a\\n\\nb" and completion_tables.short_cell("x" * 80) == "x" * 80
-    cut = completion_tables.short_cell(post)
+    assert tables.short_cell("a\n\nb") == "a\\n\\nb" and tables.short_cell("x" * 80) == "x" * 80
+    cut = tables.short_cell(post)
     assert cut.startswith("SUBREDDIT: r/family") and cut.endswith("\\n\\nTL;DR:") and len(cut) <= 85
 
 
@@ -59,33 +59,33 @@ def test_a_table_of_long_texts_is_short(monkeypatch):
     "value, written", [(3, "3"), (2.0, "2.00"), (-0.126, "-0.13"), (True, "True"), ("a", "a"), (None, "None")]
 )
 def test_numbers_have_two_decimals_and_counts_none(value, written):
-    assert completion_tables.cell(value) == written
+    assert tables.cell(value) == written
 
 
 def test_markdown_keeps_bars_backslashes_and_line_ends_inside_a_cell():
-    text = completion_tables.markdown([{"a|b": "x | y\\z\nnext", "n": 1.0}, {"a|b": "plain"}])
+    text = tables.markdown([{"a|b": "x | y\\z\nnext", "n": 1.0}, {"a|b": "plain"}])
     assert text.split("\n") == ["| a\\|b | n |", "| --- | --- |", "| x \\| y\\\\z<br>next | 1.00 |", "| plain |  |"]
-    assert completion_tables.markdown([]) == ""
+    assert tables.markdown([]) == ""
 
 
 def test_html_in_a_completion_stays_text_in_markdown():
-    assert completion_tables.markdown([{"completion": "<s> a & b"}]).endswith("| &lt;s&gt; a &amp; b |")
+    assert tables.markdown([{"completion": "<s> a & b"}]).endswith("| &lt;s&gt; a &amp; b |")
 
 
 def test_unique_prompts_keeps_the_first_row_of_each():
-    assert completion_tables.unique_prompts(ROWS) == ROWS[:2]
+    assert tables.unique_prompts(ROWS) == ROWS[:2]
     samples = [{"query": "q", "model response": text} for text in ("one", "two")]
-    assert completion_tables.unique_prompts(samples) == samples[:1]
+    assert tables.unique_prompts(samples) == samples[:1]
 
 
 def test_tensorboards_text_page_gets_the_table(tmp_path):
     folder = RunFolder.open(str(tmp_path / "ppo"), {"seed": 1})
     with MetricLogger.open(folder.path, report_to="tensorboard") as logger:
-        logger.text(3, "completions/samples", completion_tables.markdown(ROWS))
+        logger.text(3, "completions/samples", tables.markdown(ROWS))
     found = [value for event in events(tmp_path / "ppo" / "tensorboard") for value in texts_of(event)]
-    assert found == [(3, "completions/samples/text_summary", completion_tables.markdown(ROWS))]
+    assert found == [(3, "completions/samples/text_summary", tables.markdown(ROWS))]
     with MetricLogger.open(folder.path) as logger:
-        logger.text(3, "completions/samples", completion_tables.markdown(ROWS))
+        logger.text(3, "completions/samples", tables.markdown(ROWS))
 
 
 def texts_of(event):
