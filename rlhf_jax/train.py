@@ -264,7 +264,7 @@ def train_stage(
         callbacks = (*callbacks, *trackers.callbacks_of(config.report_to))
         for callback in reversed(callbacks):
             stack.callback(callback.close)
-        stage.record_calls(None if storage.is_remote(run_folder.path) else run_folder.path)
+        stage.record_calls(run_folder.growing_files)
         if recipe is not None and name in (recipe_stages := stages_of(recipe.config)):
             run_folder.write_recipe(recipe.name, saved_options(recipe_stages[name]))
         for line in (*stage.messages, *batch_sizes.batch_lines(stage.config, stage.rows), *warnings):
@@ -331,6 +331,7 @@ def restored_loop(
         monitor=monitor,
         tokens=extra.get("num_tokens", 0),
         throughput=throughput,
+        mirror=run_folder.mirror,
         ensure_held=run_folder.lock.ensure_held,
         callback=lambda step, metrics: call(callbacks, "on_step_end", step, metrics, control),
     )

@@ -101,6 +101,7 @@ class MetricLogger:
         monitor: Any = None,
         tokens: int = 0,
         throughput: Callable[[int, int, dict[str, Any]], dict[str, float]] | None = None,
+        mirror: Mirror | None = None,
         ensure_held: Callable[[], None] = lambda: None,
     ) -> MetricLogger:
         """A logger with the files of a run's folder. Only the main process writes and prints.
@@ -112,16 +113,18 @@ class MetricLogger:
           terminal: the sink that prints.
           callback: called with (step, metrics as host numbers) for each update; on every process.
           monitor, tokens, throughput: as `MetricLogger`.
+          mirror: of a folder in a bucket.
           ensure_held: called before a bucket is written; raises if another run took the folder over.
 
         Raises:
           UserError: tensorboardX is not installed.
         """
         with_tensorboard, sinks = tensorboard.is_requested(report_to), []
+        if mirror is not None:
+            sinks.append(Uploads(mirror, ensure_held))
         if is_main():
-            if storage.is_remote(folder):
-                mirror = Mirror(folder, ("metrics.jsonl", "timings.jsonl"))
-                sinks.append(Uploads(mirror, ensure_held))
+            if mirror is not None:
+                mirror.download(("metrics.jsonl", "timings.jsonl"))
                 folder = mirror.local
             sinks.append(JsonLines(folder))
             if with_tensorboard:

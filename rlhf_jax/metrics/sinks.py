@@ -161,8 +161,8 @@ class Uploads:
         """
         if not self.sync():
             raise UserError(
-                f"{self._mirror.folder}/metrics.jsonl lacks its last lines: the bucket cannot be written. They are in "
-                f"{self._mirror.local}; rerun the command to resume from the newest checkpoint once it can"
+                f"the bucket cannot be written: the last lines of {', '.join(self._mirror.not_uploaded())} are in "
+                f"{self._mirror.local}. Rerun the command once it can, to resume from the newest checkpoint"
             )
         self._mirror.close()
 

@@ -260,16 +260,16 @@ class Loop:
         """Writes the metrics of all updates so far. False where a bucket refuses them: a checkpoint of later updates
         would hide that they are missing."""
         self.logger.flush()
-        if not storage.is_remote(self.folder.path):
+        if self.folder.mirror is None:
             self.folder.put_back()
             return True
-        error = None
+        stored, error = False, None
         try:
             self.folder.lock.ensure_held()
+            stored = self.logger.sync()
         except UserError as raised:
             error = raised
-        multihost.agree(error=error)
-        if multihost.from_first(self.logger.sync):
+        if all(multihost.agree(stored, error)):
             return True
         warn(f"no checkpoint of update {self.step}, since its metrics could not be written. The run continues")
         return False

@@ -34,6 +34,7 @@ from rlhf_jax.runtime.config_diff import differences
 from rlhf_jax.runtime.lease import Lease
 from rlhf_jax.runtime.lock import Lock
 from rlhf_jax.storage import relocation, write_atomically
+from rlhf_jax.storage.mirror import Mirror
 from rlhf_jax.storage.relocation import Relocation
 from rlhf_jax.tools import records
 from rlhf_jax.utils.strict_json import json_text, with_floats
@@ -64,10 +65,17 @@ class Line(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class RunFolder:
-    """The paths of a run's folder. Create it with `open`, which checks that the folder belongs to the run."""
+    """The paths of a run's folder. Create it with `open`, which checks that the folder belongs to the run.
+
+    Attributes:
+      path: local, or in a bucket.
+      lock: held from `open` to `close`.
+      mirror: of the files that grow, after `open` of a folder in a bucket.
+    """
 
     path: str
     lock: Lock | Lease = dataclasses.field(init=False, compare=False, repr=False)
+    mirror: Mirror | None = dataclasses.field(init=False, compare=False, repr=False, default=None)
     _texts: dict[str, str] = dataclasses.field(init=False, compare=False, repr=False, default_factory=dict)
 
     def __post_init__(self):
@@ -169,7 +177,20 @@ class RunFolder:
             finally:
                 if is_main():
                     storage.remove(os.path.join(folder.path, probe))
+        if storage.is_remote(folder.path):
+            mirror, error = Mirror(folder.path, jax.process_index()), None
+            object.__setattr__(folder, "mirror", mirror)
+            try:
+                mirror.download(list(filter(records.NAMES.fullmatch, storage.list_names(folder.path))))
+            except UserError as raised:
+                error = raised
+            multihost.agree(error=error)
         return folder
+
+    @property
+    def growing_files(self) -> str:
+        """The local folder of the files that grow: tool records, lines of updates."""
+        return self.path if self.mirror is None else self.mirror.local
 
     def _drop_records_of_another_run(self, config: dict[str, Any]) -> None:
         """Removes what tools returned (tools.jsonl) to a run with another config that left no checkpoint."""

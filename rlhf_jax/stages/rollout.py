@@ -460,7 +460,7 @@ class RolloutStage(Stage):
         experience, metrics = programs.make_experience(state, rollout, scored, self.group_size, images)
         programs.update(state, experience, metrics)
 
-    def record_calls(self, folder: str | None) -> None:
+    def record_calls(self, folder: str) -> None:
         """As `Stage.record_calls`."""
         if self.turns is not None:
             self.turns.record(folder)

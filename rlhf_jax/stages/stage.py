@@ -85,8 +85,8 @@ class Stage:
         """The rows of update `step` (1-based, one of the last two), for nonfinite/STEP.jsonl; on every process."""
         raise NotImplementedError
 
-    def record_calls(self, folder: str | None) -> None:
-        """Records tool calls in the run's folder from now on; calls that are recorded there are not repeated."""
+    def record_calls(self, folder: str) -> None:
+        """Records tool calls in a local folder from now on; calls that are recorded there are not repeated."""
 
     def host_state(self) -> dict[str, Any]:
         """What a checkpoint keeps beside the TrainState, of JSON types. Every process must call it."""

@@ -244,9 +244,9 @@ class Turns:
         self._records: ToolRecords | None = None
         self._going_on: _GoingOn | None = None
 
-    def record(self, folder: str | None) -> None:
-        """Records calls in a run's folder from now on (None: nowhere); calls that are recorded there, or in the run of
-        tools_replay, are not repeated. Every process must call it.
+    def record(self, folder: str) -> None:
+        """Records calls in a local folder from now on; calls that are recorded there, or in the run of tools_replay,
+        are not repeated. Every process must call it.
 
         Raises:
           UserError: as `ToolRecords`, on any process.

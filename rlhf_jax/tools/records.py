@@ -8,6 +8,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from rlhf_jax import storage
 from rlhf_jax.errors import UserError
 
 RecordedCall = dict[str, Any]
@@ -31,19 +32,19 @@ class ToolRecords:
     `RecordedCall`.
 
     Args:
-      folder: of the run, which all processes see; None: nothing is written.
+      folder: local, with the records of all processes of the run.
       replay: folder of another run, whose results are taken in place of calls; None: calls are made.
 
     Raises:
       UserError: a line is no record, or `replay` has none.
     """
 
-    def __init__(self, folder: str | None, process: int, replay: str | None = None):
-        self._folder, self._replay = folder, replay
-        self._path = os.path.join(folder or "", f"tools.{process}.jsonl" if process else "tools.jsonl")
+    def __init__(self, folder: str, process: int, replay: str | None = None):
+        self._replay = replay
+        self._path = os.path.join(folder, f"tools.{process}.jsonl" if process else "tools.jsonl")
         self._calls: dict[Place, RecordedCall] = {}
         self._replayed: dict[Place, RecordedCall] = {}
-        for path in () if folder is None else recordings(folder):
+        for path in recordings(folder):
             self._read(path, self._calls)
         for path in () if replay is None else replayed(replay):
             self._read(path, self._replayed)
@@ -98,7 +99,7 @@ class ToolRecords:
                 f"{recorded['content']!r:.200} is recorded: environments are reset and their calls repeated, which "
                 f"must return the same. {self._advice(place)} to go on with what they return now"
             )
-        if place in self._calls or self._folder is None:
+        if place in self._calls:
             return
         self._calls[place] = call
         with open(self._path, "a", encoding="utf-8") as file:
@@ -116,8 +117,9 @@ def recordings(folder: str) -> list[str]:
 
 
 def replayed(folder: str) -> list[str]:
-    """The files of records of a run to replay. Raises a UserError where there are none."""
-    paths = recordings(folder) if os.path.isdir(folder) else []
+    """Local files of the records of a run to replay. Raises a UserError where there are none."""
+    local = storage.local_copy(folder, ("tools*.jsonl",))
+    paths = recordings(local) if os.path.isdir(local) else []
     if not paths:
         raise UserError(f"tools_replay: {folder} has no tools.jsonl: give the folder of a run that called tools")
     return paths

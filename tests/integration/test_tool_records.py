@@ -5,12 +5,15 @@ import collections
 import functools
 import json
 import os
+import pathlib
 import signal
 import subprocess
 import sys
 
 import pytest
 
+from rlhf_jax import storage
+from tests.helpers import buckets
 from tests.helpers import tool_tokenizer as tt
 from tests.helpers.children import QUICK
 from tests.helpers.paths import ROOT
@@ -92,9 +95,9 @@ LIMIT = "old_logprobs='sampler', rollout_max_steps=5, "
 """Options of responses that go on in later updates."""
 
 
-def run(folder, **environment):
+def run(folder, *options, **environment):
     env = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": QUICK, "PYTHONPATH": str(ROOT), **environment}
-    command = [sys.executable, "-m", "tests.helpers.one_cache", "--config", "config.py"]
+    command = [sys.executable, "-m", "tests.helpers.one_cache", "--config", "config.py", *options]
     done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=600)
     return done.returncode, done.stderr[-3000:]
 
@@ -140,6 +143,32 @@ def test_a_run_killed_in_a_call_makes_no_recorded_call_again(runs, tmp_path, opt
     places = collections.Counter((line["at"], line["row"], line["turn"], line["number"]) for line in recorded(folder))
     assert max(places.values()) == 1
     assert {line["at"].split()[0] for line in recorded(whole)} == {"update", "evaluation", "samples"}
+
+
+def test_a_run_in_a_bucket_makes_no_call_again_that_is_older_than_its_checkpoint(runs, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    folder, whole = prepare(tmp_path, LIMIT), runs(LIMIT)
+    run_dir = f"s3://{buckets.BUCKET}/run"
+    with buckets.in_use("s3") as (_, environment):
+        environment |= {"XDG_CACHE_HOME": str(tmp_path / "cache")}
+        code, _ = run(folder, "--run_dir", run_dir, **environment, KILL="15 in a call")
+        assert code == -signal.SIGKILL
+        stored = storage.read_text(f"{run_dir}/tools.jsonl").splitlines()
+        code, said = run(folder, "--run_dir", run_dir, **environment)
+        assert code == 0, said
+        copy = pathlib.Path(storage.local_copy(run_dir))
+        assert recorded(copy.parent) == recorded(whole)
+        for name in ("metrics.jsonl", "policy/model.safetensors"):
+            assert (copy / name).read_bytes() == (whole / "run" / name).read_bytes()
+        stored_calls, calls = (
+            sum(line["name"] == "tell" for line in lines) for lines in (map(json.loads, stored), recorded(whole))
+        )
+        made = (folder / "calls.jsonl").read_text().splitlines()
+        assert 0 < stored_calls < 15 and len(made) == 15 + calls - stored_calls
+        # The records in the bucket are enough to train from.
+        code, said = run(folder, "--run_dir", "replayed", "--tools_replay", run_dir, **environment)
+        assert code == 0, said
+        assert (folder / "calls.jsonl").read_text().splitlines() == made
 
 
 @pytest.mark.parametrize("options", ["", LIMIT])

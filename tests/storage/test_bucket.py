@@ -68,7 +68,8 @@ def test_a_created_object_whose_answer_was_lost_is_known_as_own(folder, store):
 
 def test_files_that_grow_are_uploaded_whole_where_they_have_changed(folder, store):
     storage.write_atomically(f"{folder}/m.jsonl", "1\n")
-    files = mirror.Mirror(folder, ("m.jsonl", "t.jsonl"))
+    files = mirror.Mirror(folder)
+    files.download(("m.jsonl", "t.jsonl"))
     assert os.listdir(files.local) == ["m.jsonl"]
     with open(os.path.join(files.local, "m.jsonl"), "a") as file:
         file.write("2\n")
@@ -86,20 +87,22 @@ def test_files_that_grow_are_uploaded_whole_where_they_have_changed(folder, stor
 def test_files_that_could_not_be_uploaded_are_tried_again(folder, store, monkeypatch):
     monkeypatch.setattr("asyncio.sleep", buckets.at_once)
     monkeypatch.setattr(bucket, "ATTEMPTS", 1)
-    files = mirror.Mirror(folder, ())
+    files = mirror.Mirror(folder)
     pathlib.Path(files.local, "m.jsonl").write_text("1\n")
     store[1].faults.failures = -1
     with pytest.raises(storage.StorageError, match="cannot write"):
         files.upload()
+    assert files.not_uploaded() == [f"{folder}/m.jsonl"]
     store[1].faults.failures = 0
     files.upload()
+    assert files.not_uploaded() == []
     assert storage.read_text(f"{folder}/m.jsonl") == "1\n"
 
 
 def test_parts_of_an_earlier_version_are_not_taken_for_a_new_file(folder):
     storage.write_atomically(f"{folder}/metrics.jsonl/00000001.part", "1\n")
     with pytest.raises(UserError, match=r"metrics\.jsonl is a folder of parts, which an earlier version wrote"):
-        mirror.Mirror(folder, ("metrics.jsonl",))
+        mirror.Mirror(folder).download(("metrics.jsonl",))
 
 
 def test_a_copy_follows_the_bucket_and_downloads_what_changed(folder, store, tmp_path):
