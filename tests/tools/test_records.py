@@ -116,8 +116,8 @@ def test_a_replay_takes_the_results_of_another_run_and_records_them_again(tmp_pa
         """
         raise AssertionError
 
-    old, new = tmp_path / "old", tmp_path / "new"
-    for folder in (old, new):
+    old, new, other = (tmp_path / name for name in ("old", "new", "other"))
+    for folder in (old, new, other):
         folder.mkdir()
     call = {"name": "fail", "arguments": {"a": 1}, "last": False, "content": "7", "failed": False}
     move = {"name": "move", "arguments": {"a": 1}, "last": False, "content": "moved", "failed": False}
@@ -131,9 +131,9 @@ def test_a_replay_takes_the_results_of_another_run_and_records_them_again(tmp_pa
         assert [message["content"] for message in results.messages[0]] == ["7", "moved"] and results.failures == 0
         assert (new / "tools.jsonl").read_bytes() == (old / "tools.jsonl").read_bytes()
     with pytest.raises(UserError, match="move of the environment returned 'x', but .*Leave out tools_replay"):
-        toolbox.call([calls], [{"move": lambda a: "x"}], records=ToolRecords(None, 0, str(old)), places=[place])
+        toolbox.call([calls], [{"move": lambda a: "x"}], records=ToolRecords(str(other), 0, str(old)), places=[place])
     with pytest.raises(UserError, match="tools_replay: update 2, row 3, turn 1 calls 'fail', but .*has no call there"):
-        toolbox.call([calls], methods, records=ToolRecords(None, 0, str(old)), places=[("update 2", 3, 0)])
+        toolbox.call([calls], methods, records=ToolRecords(str(other), 0, str(old)), places=[("update 2", 3, 0)])
     with pytest.raises(UserError, match="tools_replay: .*nothing has no tools.jsonl"):
-        ToolRecords(None, 0, str(tmp_path / "nothing"))
+        ToolRecords(str(other), 0, str(tmp_path / "nothing"))
     toolbox.close()
