@@ -13,6 +13,8 @@ COMMANDS = {  # command: the module whose main runs it, and what it does
     "train": ("train", "train a model: one stage, or a pipeline of SFT, reward model and PPO, RLOO or GRPO"),
     "evaluate": ("evaluate.__main__", "rewards, KL, win rates, best-of-n and ROUGE of a policy on held-out prompts"),
     "report": ("report.__main__", "one HTML page about a run, or comparing several"),
+    "diff": ("rerun.diff", "where two runs part: options, data, the first update, row and tensor that differ"),
+    "replay": ("rerun.replay", "what happened in one update, row by row; or with another option on the same samples"),
     "chat": ("chat", "chat with a policy in the terminal"),
     "compile": ("compile", "compile a run's programs ahead, on its devices, into a folder that the run reads"),
     "configs": ("config.shipped", "list the shipped configs, show one, copy one to edit"),

@@ -331,6 +331,7 @@ def restored_loop(
         monitor=monitor,
         tokens=extra.get("num_tokens", 0),
         throughput=throughput,
+        records_rows=stage.records_rows,
         mirror=run_folder.mirror,
         ensure_held=run_folder.lock.ensure_held,
         callback=lambda step, metrics: call(callbacks, "on_step_end", step, metrics, control),
@@ -338,7 +339,7 @@ def restored_loop(
     call(callbacks, "on_train_begin", stage, control)
     loop = Loop(
         stage,
-        state=monitor.resumed(state),
+        state=monitor.resumed(stage.resumed(state)),
         start=start,
         run_folder=run_folder,
         checkpoints=checkpoints,

@@ -651,3 +651,49 @@ def eval_metrics(
     tally = parts.sum(lambda micro: objective.loss(models, micro, counts, config, None)[1][0])
     metrics = objective.step_metrics(tally, config)
     return {name: x for name, x in metrics.items() if name not in ("val/ratio_error", "entropy_coef")}
+
+
+# --- inspection
+
+
+def row_measures(
+    models: Models, params: Params, experience: Experience, *, config: PolicyGradientOptions, objective: Objective
+) -> dict[str, Any]:
+    """What each response of a batch adds to the loss of the batch, if the batch is one minibatch, without dropout.
+
+    Args:
+      models: without trained params.
+      params: trained params, before the update.
+      experience: from `make_experience`, B responses.
+
+    Returns:
+      {"loss": [B] float32, "gradient_norm": [B] float32, by all trained params; "gradients": of the batch, as `params`}
+    """
+    rows = split_groups(experience)
+    rows = rows.replace(selected=objective.select(models.with_trained(params), rows, config))
+    _, counts = update_parts(models, rows, config)
+
+    def loss(params: Params, row: Experience) -> tuple[Array, Any]:
+        return objective.loss(models.with_trained(params), row, counts, config, None)[0], ()
+
+    def measured(row: Experience) -> tuple[Tally, dict[str, Array]]:
+        (value, _), grads = jax.value_and_grad(loss, has_aux=True)(params, row)
+        norm = jnp.sqrt(sum(jnp.sum(jnp.square(x.astype(jnp.float32))) for x in jax.tree.leaves(grads)))
+        return Tally(sums=grads), {"loss": value[None], "gradient_norm": norm[None]}
+
+    tally, by_row = MicroBatches.by_rows(rows, 1).fold(measured)
+    return {**by_row, "gradients": tally.sums}
+
+
+def current_logprobs(
+    models: Models, experience: Experience, *, config: PolicyGradientOptions
+) -> tuple[Array, Array | None]:
+    """Log-probabilities of the responses by the policy, and the critic's values, with the params that `models` has.
+
+    Returns:
+      ([B, T] float32, [B, T] float32 or None), undefined outside the response.
+    """
+    needs = Needs(logprobs=True, values=experience.values is not None)
+    logprobs, _, values = compute_logprobs(models.replace(reference=None), experience, config, needs)
+    assert logprobs is not None
+    return logprobs, values

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import errno
 import importlib.util
 import inspect
@@ -15,10 +16,12 @@ from typing import Any
 
 from rlhf_jax import storage
 from rlhf_jax.config import trl_options
-from rlhf_jax.config.stages import STAGES, Config, PolicyConfig, config_types, stage_name
+from rlhf_jax.config.stages import STAGES, Config, PolicyConfig, StageConfig, config_types, stage_name
 from rlhf_jax.errors import UserError
 from rlhf_jax.option import Options, checked_types, field_types, nearest, stage_type
+from rlhf_jax.runtime import config_diff
 from rlhf_jax.runtime.removed_options import REMOVED, is_removed
+from rlhf_jax.storage.relocation import Relocation
 from rlhf_jax.utils.text import parse_json, short_repr
 
 # --- config.json
@@ -43,13 +46,23 @@ def from_json(text: str, source: str = "config.json") -> Config:
 
 def load_run(folder: str) -> tuple[str, Config]:
     """(stage, config) of a run's folder, local or in a bucket. An algorithm that is registered nowhere here (its config
-    file is not read) is a PolicyConfig: its options that this class lacks are left out.
+    file is not read) is a PolicyConfig: its options that this class lacks are left out. A stage's run_dir is `folder`,
+    and paths of a run that was moved, or that began elsewhere, are adapted.
 
     Raises:
       UserError: config.json is not one of a run.
     """
     path = f"{folder}/config.json"
-    return _read_stage(_stored_text(path), path, PolicyConfig)
+    stage, config = _read_stage(_stored_text(path), path, PolicyConfig)
+    if not isinstance(config, StageConfig):
+        return stage, config
+    paths = Relocation(config.run_dir or folder, folder)
+    changed: dict[str, Any] = {"run_dir": folder}
+    for name, value in vars(config).items():
+        if isinstance(value, str) and config_diff.is_path(name) and not storage.exists(value):
+            if storage.exists(place := paths.find(value)):
+                changed[name] = place
+    return stage, dataclasses.replace(config, **changed)
 
 
 def _stored_text(path: str, option: str = "") -> str:

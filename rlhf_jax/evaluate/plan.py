@@ -18,9 +18,8 @@ from rlhf_jax.generate.options import SamplingOptions
 from rlhf_jax.inference import POLICY_STAGES, policy_folder
 from rlhf_jax.parallel.options import MeshOptions
 from rlhf_jax.rewards.options import RewardOptions
-from rlhf_jax.runtime import config_diff, run_folder
+from rlhf_jax.runtime import run_folder
 from rlhf_jax.stages import ALGORITHMS, adapters
-from rlhf_jax.storage.relocation import Relocation
 from rlhf_jax.tools.options import ToolOptions
 
 REFERENCE, REF_MODEL, POLICY = "reference", "ref_model", "policy"
@@ -132,7 +131,7 @@ def _finished_stages(run_dir: str) -> tuple[dict[str, StageConfig], dict[str, li
                 f"--run_dir {run_dir}: the run in {folder} is not finished, so its model is not written yet. Rerun its "
                 "command to finish it, or set --model to a checkpoint"
             )
-        stages[stage], objects[stage] = _relocated(config, folder), finished["objects"]
+        stages[stage], objects[stage] = config, finished["objects"]
     if not stages:
         raise UserError(
             f"--run_dir {run_dir} holds no run: there is no config.json in it, nor in a folder {', '.join(STAGES)}"
@@ -169,17 +168,6 @@ def _absent_objects(
             "they score nothing here; set --reward_funcs to FILE.py:FUNCTION",
         )
     return ()
-
-
-def _relocated(config: StageConfig, folder: str) -> StageConfig:
-    """The config with run_dir set to `folder`, and paths of a run that was moved, or that began elsewhere, adapted."""
-    paths = Relocation(config.run_dir or folder, folder)
-    changed: dict[str, Any] = {"run_dir": folder}
-    for name, value in vars(config).items():
-        if isinstance(value, str) and config_diff.is_path(name) and not storage.exists(value):
-            if storage.exists(place := paths.find(value)):
-                changed[name] = place
-    return dataclasses.replace(config, **changed)
 
 
 # --- policies and their data

@@ -82,6 +82,7 @@ class MetricLogger:
         """
         self._sinks, self._monitor, self._throughput = list(sinks), monitor, throughput
         self._pending: tuple[int, dict[str, Any], dict[str, float]] | None = None
+        self._rows: dict[str, Any] | None = None  # of the pending update
         self.last: dict[str, Any] = {}
         self.tokens = tokens
         self._restored: tuple[int, dict[str, Any]] = (-1, {})  # step, and what the monitor added to its line
@@ -101,6 +102,7 @@ class MetricLogger:
         monitor: Any = None,
         tokens: int = 0,
         throughput: Callable[[int, int, dict[str, Any]], dict[str, float]] | None = None,
+        records_rows: bool = False,
         mirror: Mirror | None = None,
         ensure_held: Callable[[], None] = lambda: None,
     ) -> MetricLogger:
@@ -113,6 +115,7 @@ class MetricLogger:
           terminal: the sink that prints.
           callback: called with (step, metrics as host numbers) for each update; on every process.
           monitor, tokens, throughput: as `MetricLogger`.
+          records_rows: whether updates have rows for rows.jsonl.
           mirror: of a folder in a bucket.
           ensure_held: called before a bucket is written; raises if another run took the folder over.
 
@@ -120,13 +123,14 @@ class MetricLogger:
           UserError: tensorboardX is not installed.
         """
         with_tensorboard, sinks = tensorboard.is_requested(report_to), []
+        files = ("metrics", "timings", "rows") if records_rows else ("metrics", "timings")
         if mirror is not None:
             sinks.append(Uploads(mirror, ensure_held))
         if is_main():
             if mirror is not None:
-                mirror.download(("metrics.jsonl", "timings.jsonl"))
+                mirror.download([f"{name}.jsonl" for name in files])
                 folder = mirror.local
-            sinks.append(JsonLines(folder))
+            sinks.append(JsonLines(folder, files))
             if with_tensorboard:
                 sinks.append(tensorboard.TensorBoard(os.path.join(folder, "tensorboard"), start_step))
             if terminal is not None:
@@ -135,7 +139,13 @@ class MetricLogger:
             sinks.append(Callback(callback))
         return cls(sinks, monitor=monitor, tokens=tokens, throughput=throughput)
 
-    def log(self, step: int, metrics: dict[str, Any], timings: dict[str, float] | None = None) -> None:
+    def log(
+        self,
+        step: int,
+        metrics: dict[str, Any],
+        timings: dict[str, float] | None = None,
+        rows: dict[str, Any] | None = None,
+    ) -> None:
         """Takes the metrics of update `step`, and reads and writes those of the update before.
 
         A second call for the same step (an evaluation) adds to its line; once that is written, it gets its own line.
@@ -144,6 +154,7 @@ class MetricLogger:
           step: 1-based number of the update.
           metrics: scalars, on the device or not, deterministic ones only: they go to metrics.jsonl.
           timings: seconds and the like, which differ from run to run: they go to timings.jsonl.
+          rows: arrays and values that identify the rows of the update (`RolloutStage.row_record`), for rows.jsonl.
         """
         timings = dict(timings or {})
         if self._pending is not None and self._pending[0] == step:
@@ -152,7 +163,7 @@ class MetricLogger:
             return
         now = time.perf_counter()
         self.flush()
-        self._pending, self._logged_at = (step, dict(metrics), timings), now
+        self._pending, self._rows, self._logged_at = (step, dict(metrics), timings), rows, now
 
     def wait(self) -> None:
         """Waits until the pending update has ended, and takes its time: what comes next belongs to the next update."""
@@ -177,6 +188,7 @@ class MetricLogger:
         added = {name: value for name, value in metrics.items() if name.startswith(("alarm/", "nonfinite/"))}
         metrics = {name: value for name, value in metrics.items() if name not in added}
         self._pending, self._restored = (step, metrics, dict(timings)), (step, added)
+        self._rows = None  # they are in their file
 
     def flush(self, closing: bool = False) -> None:
         """Reads and writes the pending entry. The files are complete up to the last `log` when this returns.
@@ -192,7 +204,8 @@ class MetricLogger:
         self.wait()
         (step, metrics, timings), self._pending = self._pending, None
         tokens_before = self.tokens
-        metrics, messages = self._with_all_tokens(_host_numbers(metrics)), []
+        values, rows = jax.device_get((metrics, self._rows))
+        metrics, messages = self._with_all_tokens(_numbers(values)), []
         if step == self._restored[0]:
             metrics |= self._restored[1]
         elif self._monitor is not None:
@@ -205,7 +218,7 @@ class MetricLogger:
         self._output_lost = lost
         self.last = metrics
         for sink in self._sinks:
-            sink.write(Entry(step, metrics, timings, messages))
+            sink.write(Entry(step, metrics, timings, None if rows is None else _lists(rows), messages))
         if self._monitor is not None and not closing:
             self._monitor.raise_error()
 
@@ -236,10 +249,23 @@ class MetricLogger:
         self.close()
 
 
-def _host_numbers(metrics: dict[str, Any]) -> dict[str, Any]:
-    """Scalars as Python numbers, read from the device in one transfer."""
-    values = {name: np.asarray(value) for name, value in jax.device_get(metrics).items()}
+def _numbers(metrics: dict[str, Any]) -> dict[str, Any]:
+    """Scalars on the host as Python numbers."""
+    values = {name: np.asarray(value) for name, value in metrics.items()}
     for name, value in values.items():
         if value.ndim:
             raise TypeError(f"metric {name} must be a scalar; it has shape {value.shape}")
     return {name: value.item() for name, value in values.items()}
+
+
+def _lists(tree: dict[str, Any]) -> dict[str, Any]:
+    """A dict of arrays on the host as JSON values: float32 by its shortest digits."""
+
+    def values(x: Any) -> Any:
+        if isinstance(x, dict):
+            return {name: values(value) for name, value in x.items()}
+        if not isinstance(x, np.ndarray):
+            return x
+        return [float(str(value)) for value in x] if x.dtype == np.float32 else x.tolist()
+
+    return values(tree)

@@ -28,6 +28,8 @@ class Entry:
     """Deterministic ones: they go to metrics.jsonl."""
     timings: dict[str, Any]
     """Seconds, memory and the like, which differ from run to run: they go to timings.jsonl."""
+    rows: dict[str, Any] | None = None
+    """What identifies the rows that were trained on, for rows.jsonl; None: the stage does not record them."""
     messages: Sequence[str] = ()
     """Lines for the terminal."""
 
@@ -45,21 +47,23 @@ class Sink(Protocol):
 def _lines_of(entry: Entry) -> dict[str, bytes]:
     """The lines of an update by file."""
     step = {"step": entry.step}
-    rows = {"metrics": {**step, **entry.metrics}, "timings": {**step, "wall_time": time.time(), **entry.timings}}
-    return {name: (json_text(row) + "\n").encode() for name, row in rows.items()}
+    lines = {"metrics": {**step, **entry.metrics}, "timings": {**step, "wall_time": time.time(), **entry.timings}}
+    if entry.rows is not None:
+        lines["rows"] = {**step, **entry.rows}
+    return {name: (json_text(line) + "\n").encode() for name, line in lines.items()}
 
 
 class JsonLines:
-    """metrics.jsonl and timings.jsonl of a run's folder.
+    """metrics.jsonl, timings.jsonl and rows.jsonl of a run's folder.
 
     Lines that a full disk refuses are kept and written once it takes them. A file that is removed during the run is
     written again, whole.
     """
 
-    def __init__(self, folder: str):
-        """Opens both files for appending."""
+    def __init__(self, folder: str, names: Sequence[str] = ("metrics", "timings")):
+        """Opens the files of these names for appending."""
         os.makedirs(folder, exist_ok=True)
-        self._paths = {name: os.path.join(folder, f"{name}.jsonl") for name in ("metrics", "timings")}
+        self._paths = {name: os.path.join(folder, f"{name}.jsonl") for name in names}
         self._files = {name: self._open(name) for name in self._paths}
         self._unwritten = dict.fromkeys(self._paths, b"")
         self._failed: set[str] = set()

@@ -61,6 +61,10 @@ class Scored:
     seconds: dict[str, float]
     extra: dict[str, list[Any]]
     """Columns that functions passed to log_extra."""
+    failed: np.ndarray
+    """[B] bool: rows that are dropped since a reward failed."""
+    function_metrics: dict[str, float]
+    """Those of `metrics` that functions logged."""
     none_scorable: bool
     """Whether no row of the batch has a score."""
 
@@ -393,8 +397,19 @@ class Scorer:
         none_scorable = bool(failed[present].all())
         if not none_scorable and not self.models and not self._device_functions:
             none_scorable = bool((np.isnan(host_rewards[present]).all(axis=1) | failed[present]).all())
-        metrics = {**reward_metrics, **metrics}
-        return Scored(scores, scorable, token_rewards, each, self.weights, metrics, seconds, extra, none_scorable)
+        return Scored(
+            scores,
+            scorable,
+            token_rewards,
+            each,
+            self.weights,
+            {**reward_metrics, **metrics},
+            seconds,
+            extra,
+            failed,
+            metrics,
+            none_scorable,
+        )
 
     def _fetch(
         self, rollout: Rollout, source, rows: np.ndarray, finite, conversations: Any

@@ -107,11 +107,13 @@ class Checkpoints:
         warn: Callable[[str], None] | None = None,
         shown_as: str | None = None,
         saved: Callable[[], Sequence[int]] | None = None,
+        read_only: bool = False,
     ):
         """Opens a folder for saving and restoring, and removes what an interrupted save left in it.
 
         Args:
           folder: a local path, created if missing.
+          read_only: nothing is created or removed, and `save` must not be called: a run may be writing there.
           shown_as: the folder in a bucket that this one is the local part of. Each process then has a folder of its
             own, which gets the shards that it is the first to hold; a checkpoint is the files of all processes. Without
             it all processes see the same folder.
@@ -129,7 +131,7 @@ class Checkpoints:
         threading.excepthook, sys.unraisablehook = _ignore_orbax_threads, _ignore_late_reports
         logging.getLogger("asyncio").addFilter(_is_no_orbax_task)
         self.folder = os.path.abspath(folder)
-        self._shown, self._shared = shown_as or self.folder, shown_as is None
+        self._shown, self._shared, self._read_only = shown_as or self.folder, shown_as is None, read_only
         self._saved = saved or self._on_disk
         self.warn = warn or (lambda text: print(f"warning: {text}", file=sys.stderr, flush=True))
         self._keep = Keep(keep, greater_is_better)
@@ -137,7 +139,8 @@ class Checkpoints:
         self._manager = self._open()
         for step in self.steps():
             self._keep.scores[step] = self._score(step)
-        self._delete_excess()
+        if not read_only:
+            self._delete_excess()
 
     def _delete_excess(self) -> None:
         """Deletes checkpoints over the limit: a kill may have come before orbax did, or in between."""
@@ -152,6 +155,9 @@ class Checkpoints:
         self._manager.reload()
 
     def _open(self) -> ocp.CheckpointManager:
+        if self._read_only:
+            options = ocp.CheckpointManagerOptions(read_only=True)
+            return ocp.CheckpointManager(self.folder, options=options, item_names=("state", "extra"))
         options: dict[str, Any] = {
             "preservation_policy": self._keep,
             "create": True,

@@ -126,7 +126,7 @@ class Loop:
         # TRL's eps: episodes a second since the run (here: this process) began, everything included.
         episodes = (self.step - self.start) * self.config.batch_size
         timings["eps"] = episodes / (time.perf_counter() - self._began)
-        self.logger.log(self.step, metrics, timings)
+        self.logger.log(self.step, metrics, timings, self.stage.row_record())
         self.show(self.stage.training_completions(), "training")
         if self.callbacks:
             share_requests(self.control)

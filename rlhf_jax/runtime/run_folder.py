@@ -1,6 +1,7 @@
 """A run's folder: its files, the config it belongs to, and its progress.
 
-config.json  recipe.json  inputs.json  metrics.jsonl  timings.jsonl  tensorboard/  checkpoints/STEP/  finished.json
+config.json  recipe.json  inputs.json  metrics.jsonl  timings.jsonl  rows.jsonl  tensorboard/  checkpoints/STEP/
+finished.json
 completions/STEP.jsonl, STEP.tokens.jsonl  calibration/STEP.jsonl  nonfinite/STEP.jsonl  .lock
 policy/  value/  reward_model/: the final models
 
@@ -99,6 +100,11 @@ class RunFolder:
     def timings(self) -> str:
         """timings.jsonl: clocks and memory."""
         return os.path.join(self.path, "timings.jsonl")
+
+    @property
+    def rows(self) -> str:
+        """rows.jsonl: the rows of each update of a stage that samples (see `RolloutStage.row_record`)."""
+        return os.path.join(self.path, "rows.jsonl")
 
     @property
     def checkpoints(self) -> str:
@@ -304,12 +310,14 @@ class RunFolder:
     def cut(self, step: int) -> None:
         """Removes what an earlier process wrote after update `step`, from which the run resumes; 0 keeps nothing.
 
-        metrics.jsonl and timings.jsonl lose later lines (and an incomplete last one) and keep the others byte for byte;
-        folders of STEP.jsonl lose later files. TensorBoard itself hides later events (see `tensorboard.TensorBoard`).
+        metrics.jsonl, timings.jsonl and rows.jsonl lose later lines (and an incomplete last one) and keep the others
+        byte for byte; folders of STEP.jsonl lose later files. TensorBoard itself hides later events (see
+        `tensorboard.TensorBoard`).
         """
         if not is_main():
             return
-        self._keep_lines(lambda number: 0 <= number <= step and step > 0)
+        for path in (self.metrics, self.timings, self.rows):
+            _keep_lines(path, lambda number: 0 <= number <= step and step > 0)
         folders = [os.path.join(self.path, name) for name in ("completions", "calibration", "nonfinite")]
         for folder in filter(storage.is_dir, folders):
             for name in storage.list_names(folder):
@@ -330,16 +338,9 @@ class RunFolder:
             path = os.path.join(self.completions, f"{name}.jsonl")
             if storage.is_file(path):
                 completions[what] = [json.loads(row) for row in io.StringIO(storage.read_text(path))]
-        self._keep_lines(lambda number: 0 <= number < step)
-        return Line(*lines, completions)
-
-    def _keep_lines(self, keeps: Callable[[int], bool]) -> None:
         for path in (self.metrics, self.timings):
-            if storage.exists(path):
-                lines = io.StringIO(storage.read_text(path, errors="replace", newline="\n"), newline="\n").readlines()
-                remaining_lines = [line for line in lines if keeps(_step_of(line))]
-                if remaining_lines != lines:
-                    write_atomically(path, "".join(remaining_lines))
+            _keep_lines(path, lambda number: 0 <= number < step)
+        return Line(*lines, completions)
 
     def write_recipe(self, name: str, options: dict[str, Any]) -> None:
         """Writes recipe.json, {"config": name, "options"}, when a run begins; resumes do not overwrite it."""
@@ -408,6 +409,16 @@ class RunFolder:
     def write_nonfinite(self, step: int, rows: Rows) -> str:
         """Writes nonfinite/STEP.jsonl on process 0, one JSON object per row. Returns its path."""
         return _write_rows(os.path.join(self.nonfinite, f"{step}.jsonl"), rows)
+
+
+def _keep_lines(path: str, keeps: Callable[[int], bool]) -> None:
+    """Removes the lines of a file of JSON lines whose step `keeps` refuses."""
+    if not storage.exists(path):
+        return
+    lines = io.StringIO(storage.read_text(path, errors="replace", newline="\n"), newline="\n").readlines()
+    remaining_lines = [line for line in lines if keeps(_step_of(line))]
+    if remaining_lines != lines:
+        write_atomically(path, "".join(remaining_lines))
 
 
 def _write_rows(path: str, rows: Rows) -> str:

@@ -52,6 +52,7 @@ class RolloutAlgorithm(Algorithm):
     Attributes beside those of `Algorithm`:
       make_experience: (Models, ScoredRollout, *, config, kl_coef) -> (experience, metrics); pure.
       eval_metrics: (Models, experience, *, config) -> metrics of the loss without an update; pure. None: none.
+      row_measures: (Models, params, experience, *, config) -> what each response adds to the loss; pure. None: unknown.
       steps_per_update: optimizer steps of an update, of a config.
       group_size: responses to a prompt in training, of a config.
       eval_group_size: the same in evaluation.
@@ -69,6 +70,7 @@ class RolloutAlgorithm(Algorithm):
     KIND_OF_CONFIG = PolicyConfig
     make_experience: Callable
     eval_metrics: Callable | None = None
+    row_measures: Callable | None = None
     steps_per_update: Callable[[Any], int] = lambda config: 1
     group_size: Callable[[Any], int] = lambda config: 1
     eval_group_size: Callable[[Any], int] = lambda config: 1
@@ -98,7 +100,7 @@ def policy_gradient_algorithm(
       objective: its equations.
       **options: other fields of the record, which override those of the trainer.
     """
-    functions = ("make_experience", "update", "eval_metrics")
+    functions = ("make_experience", "update", "eval_metrics", "row_measures")
     bound = {f: functools.partial(getattr(policy_gradient, f), objective=objective) for f in functions}
     trainer = {"steps_per_update": policy_gradient.steps_per_update, "shares_prompts": policy_gradient.shares_prompts}
     trainer["recomputes"] = lambda config: objective.needs(config).logprobs and config.old_logprobs == "forward"

@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from rlhf_jax.algorithms import microbatch, nonfinite, response_logprobs
+from rlhf_jax.algorithms import microbatch, nonfinite, policy_gradient, response_logprobs
 from rlhf_jax.algorithms.groups import group_rows
 from rlhf_jax.algorithms.metrics import length_metrics
 from rlhf_jax.algorithms.networks import Models
@@ -90,6 +91,9 @@ class Jitted(NamedTuple):
     skip: Any  # donates the state
     eval_metrics: Any
     token_kl: Any
+    row_record: Any
+    row_measures: Any
+    current_logprobs: Any
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -140,6 +144,9 @@ class Programs:
             skip=jax.jit(self._skip, **state),
             eval_metrics=jax.jit(self._eval_metrics),
             token_kl=jax.jit(self._token_kl),
+            row_record=jax.jit(_row_record, out_shardings=sharding.replicated(self.context.mesh)),
+            row_measures=jax.jit(self._row_measures),
+            current_logprobs=jax.jit(self._current_logprobs),
         )
 
     @property
@@ -295,6 +302,18 @@ class Programs:
             images=images,
         )
 
+    def row_record(self, rollout: Rollout, each_reward: Array) -> dict[str, Any]:
+        """{"tokens": [B] uint32, a hash of the tokens of each row; "rewards": [F] of [B] float32}, on every process."""
+        return self.jitted.row_record(rollout, each_reward)
+
+    def row_measures(self, trained: Params, experience: Experience) -> dict[str, Any]:
+        """As `policy_gradient.row_measures`; empty where the algorithm has none."""
+        return self.jitted.row_measures(trained, self.models.base, experience, self._learner_automaton)
+
+    def current_logprobs(self, trained: Params, experience: Experience) -> tuple[Array, Array | None]:
+        """(log-probabilities, values or None) [B, T] of the responses by params as in TrainState."""
+        return self.jitted.current_logprobs(trained, self.models.base, experience, self._learner_automaton)
+
     def trainer_state(self, step: int, is_eval: bool = False) -> TrainerState:
         """The progress that reward functions may read, before update `step` (0-based)."""
         episodes = step * self.config.batch_size
@@ -440,6 +459,16 @@ class Programs:
         models = self._with_params(trained, base).with_automaton(automaton)
         return self.algorithm.eval_metrics(models, experience, config=self.config)
 
+    def _row_measures(self, trained, base, experience, automaton):
+        if self.algorithm.row_measures is None:
+            return {}
+        models = self._models.with_base(base).with_automaton(automaton)
+        return self.algorithm.row_measures(models, trained, experience, config=self.config)
+
+    def _current_logprobs(self, trained, base, experience, automaton):
+        models = self._with_params(trained, base).with_automaton(automaton)
+        return policy_gradient.current_logprobs(models, experience, config=self.config)
+
     def _token_kl(self, trained, base, ref_params, automaton, rollout, images):
         models = self._with_params(trained, base, ref_params).with_automaton(automaton)
         return map_in_chunks(
@@ -452,3 +481,25 @@ class Programs:
 def prompt_width(config: LengthOptions) -> int:
     """Columns of the longest prompts that there may be."""
     return max(config.length_buckets or (8 * math.ceil(config.query_length / 8),))
+
+
+def _row_record(rollout: Rollout, each_reward: Array) -> dict[str, Any]:
+    """As `Programs.row_record`. A row's hash is a polynomial in its tokens, modulo 2^32; padding does not change it. It
+    is 0 for a row that is absent."""
+    tokens = jnp.concatenate([rollout.prompt_tokens, rollout.response], axis=1).astype(jnp.uint32) + 1
+    c, columns = rollout.prompt_tokens.shape[1], jnp.arange(tokens.shape[1])[None]
+    used = (columns >= c - rollout.prompt_lengths[:, None]) & (columns < c + rollout.lengths[:, None])
+    used &= (rollout.lengths >= 0)[:, None]
+    # Powers count from the last token of the prompt, so that they do not depend on the prompts' width.
+    before, after = (_powers(base, n) for base, n in ((_BASE_BEFORE, c), (_BASE_AFTER, tokens.shape[1] - c)))
+    powers = np.concatenate([before[::-1], after])[None]
+    hashes = jnp.sum(jnp.where(used, tokens * powers, 0), axis=1, dtype=jnp.uint32)
+    return {"tokens": hashes, "rewards": list(each_reward.T)}
+
+
+_BASE_BEFORE, _BASE_AFTER = 2654435761, 2246822519  # odd, so that no power is 0
+
+
+def _powers(base: int, count: int) -> np.ndarray:
+    """The first `count` powers of a number, modulo 2^32, [count] uint32."""
+    return np.cumprod(np.full(count, base, np.uint32), dtype=np.uint32)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -36,7 +37,7 @@ from rlhf_jax.stages.stage import Stage
 from rlhf_jax.stages.stage_context import StageContext, inputs_of, state_shardings
 from rlhf_jax.stages.turns import of_update, respond
 from rlhf_jax.stages.work import Shape, Work, rollout_work
-from rlhf_jax.types import Images, Params, PartialResponses, PromptBatch, TrainState, Unfinished
+from rlhf_jax.types import Experience, Images, Params, PartialResponses, PromptBatch, Rollout, TrainState, Unfinished
 from rlhf_jax.utils.clock import Clock
 
 PHASES = ("generate", "score", "experience", "update")
@@ -62,6 +63,7 @@ class RolloutStage(Stage):
 
     config: PolicyConfig
     context: StageContext[PolicyConfig]
+    records_rows = True
 
     def __init__(
         self,
@@ -116,6 +118,7 @@ class RolloutStage(Stage):
         self._prompt_lengths: dict[int, np.ndarray] = {}  # of the last two updates
         self._recent_batches: dict[int, tuple[ScoredBatch, Any]] = {}  # of the last two updates, with experience
         self._completions: tuple[ScoredBatch, Any, Any] | None = None  # of the last update, with advantages and KL
+        self._row_record: dict[str, Any] | None = None  # of the last update
 
     def _open(self, train_dataset, eval_dataset, reward_funcs: list, template_date) -> None:
         """Tokenizer, data, models without params and rewards: all that can be refused, before a weight is read."""
@@ -243,8 +246,16 @@ class RolloutStage(Stage):
 
     # --- an update
 
-    def train_step(self, state: TrainState, step: int, tick: Tick = no_tick):
-        """As `Stage.train_step`: prompts, rollout, scores, experience, update."""
+    def train_step(
+        self,
+        state: TrainState,
+        step: int,
+        tick: Tick = no_tick,
+        *,
+        observe: Callable[[TrainState, ScoredBatch, Experience], None] = lambda *_: None,
+    ):
+        """As `Stage.train_step`: prompts, rollout, scores, experience, update. `observe` is called before the update,
+        which overwrites the state."""
         config, programs, clock = self.config, self.programs, Clock()
         self.phase = "generate"
         group_size, unfinished = self.group_size, None
@@ -283,6 +294,7 @@ class RolloutStage(Stage):
             conversations=conversations,
         )
         clock.wait("score", scored.scores)
+        self._row_record = self._record_rows(rollout, responses.rows, scored)
         of_host = {f"reward/{name}": value for name, value in scored.seconds.items()}
         host_metrics = scored.metrics
         if conversations is not None:
@@ -309,6 +321,7 @@ class RolloutStage(Stage):
             self._completions = batch, experience.advantages, self._token_kl(state, batch)
         self._recent_batches = {n: recent for n, recent in self._recent_batches.items() if n == step}
         self._recent_batches[step + 1] = batch, experience
+        observe(state, batch, experience)
         updated = programs.update(state, experience, metrics)
         if config.rollout_max_steps is None:
             self._next_prompts = {step + 1: self._prompts(step + 1)}  # while the device computes
@@ -338,6 +351,23 @@ class RolloutStage(Stage):
         scale = self.rows_per_update / len(prompts)
         phases = {name: Work(*(scale * number for number in phases[name])) for name in PHASES}
         return {name: work for name, work in phases.items() if work.flops}
+
+    def _record_rows(self, rollout: Rollout, rows: np.ndarray, scored: Scored) -> dict[str, Any]:
+        """What identifies the rows of an update, [B] each, and stands in for reward functions when it is recomputed:
+        {"rows": in the data set, "tokens": a hash of prompt and response, 0 for a response that is not finished,
+        "rewards": each by name, NaN where it does not apply}, and where there are any {"dropped": positions of rows
+        whose rewards failed, "metrics": that functions logged}."""
+        record = self.programs.row_record(rollout, scored.each_reward)
+        record["rewards"] = dict(zip(self.scorer.names, record["rewards"]))
+        if scored.failed.any():
+            record["dropped"] = np.flatnonzero(scored.failed)
+        if scored.function_metrics:
+            record["metrics"] = scored.function_metrics
+        return {"rows": rows, **record}
+
+    def row_record(self) -> dict[str, Any] | None:
+        """As `Stage.row_record`."""
+        return self._row_record
 
     def _token_kl(self, state: TrainState, batch: ScoredBatch):
         return self.evaluator.first_token_kl(state, batch.rollout, batch.images, self.group_size)
@@ -455,6 +485,8 @@ class RolloutStage(Stage):
             metrics={},
             seconds={},
             extra={},
+            failed=np.zeros(b, bool),
+            function_metrics={},
             none_scorable=False,
         )
         experience, metrics = programs.make_experience(state, rollout, scored, self.group_size, images)
@@ -472,6 +504,12 @@ class RolloutStage(Stage):
     def restore_host_state(self, saved: dict[str, Any]) -> list[str]:
         """As `Stage.restore_host_state`."""
         return [] if self.turns is None else self.turns.restore_host_state(saved)
+
+    def resumed(self, state: TrainState) -> TrainState:
+        """As `Stage.resumed`: a KL coefficient that no controller adapts is the config's."""
+        if self.algorithm.adapt_kl_coef is not None and getattr(self.config, "kl_target", 0) is not None:
+            return state
+        return state.replace(kl_coef=self.weights.place(np.float32(self.config.kl_coef), state.kl_coef.sharding))
 
     def export(self, state: TrainState, folder: str) -> dict[str, str]:
         """policy/, and value/ where there is a critic, as Hugging Face checkpoints with the tokenizer."""

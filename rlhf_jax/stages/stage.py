@@ -26,6 +26,7 @@ class Stage:
       messages: lines on what was opened.
       phase: what an update is doing: generate, score, experience or update.
       compiling: the first update's programs; None: each is compiled when it is called.
+      records_rows: whether `row_record` returns the rows of an update.
     """
 
     name: str
@@ -38,6 +39,7 @@ class Stage:
     messages: list[str]
     phase: str
     compiling: CompileAhead | None = None
+    records_rows: bool = False
 
     @property
     def rows(self) -> int:
@@ -72,6 +74,10 @@ class Stage:
         """The responses of the last update where the config asks for them, once; else empty."""
         return [], []
 
+    def row_record(self) -> dict[str, Any] | None:
+        """What identifies the rows of the last update, on the device or the host, for rows.jsonl."""
+        return None
+
     def calibration(self) -> list[dict[str, Any]]:
         """Calibration of the last evaluation, for calibration/STEP.jsonl; empty where the stage has none."""
         return []
@@ -95,6 +101,10 @@ class Stage:
     def restore_host_state(self, saved: dict[str, Any]) -> list[str]:
         """Takes back what `host_state` returned, from a checkpoint. Returns a line for each thing that is lost."""
         return []
+
+    def resumed(self, state: TrainState) -> TrainState:
+        """A state from a checkpoint, with what the config has set since."""
+        return state
 
     def inputs(self) -> dict[str, str]:
         """Fingerprints of every data set and starting checkpoint, by what it is."""

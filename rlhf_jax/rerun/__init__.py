@@ -1,0 +1,1 @@
+"""Updates of a run, recomputed: what differs between two runs, and what happened in one update."""
