@@ -174,20 +174,13 @@ def _column_names(rows: Sequence[Any]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(key for row in rows if isinstance(row, Mapping) for key in row))
 
 
-def from_list(rows: Sequence[Any], name: str, locations: Sequence[str] | None = None) -> Rows:
-    """Rows of a list; elements that are no mapping become `MalformedRow`.
-
-    Args:
-      rows: the elements.
-      name: of the data set, for messages.
-      locations: of each row, for messages; default: 'NAME, row N'.
-    """
+def from_list(rows: Sequence[Any], name: str) -> Rows:
+    """Rows of a list; elements that are no mapping become `MalformedRow`. Messages call a row 'NAME, row N'."""
     rows = [
         row if isinstance(row, Mapping | MalformedRow) else MalformedRow(f"is {type_with_article(row)}, not an object")
         for row in rows
     ]
-    location = functools.partial(_numbered, name) if locations is None else locations.__getitem__
-    return Rows(name, rows, _column_names(rows), location)
+    return Rows(name, rows, _column_names(rows), functools.partial(_numbered, name))
 
 
 def is_columns(source: Any) -> bool:

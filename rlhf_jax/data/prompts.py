@@ -146,9 +146,9 @@ class PromptData(batches.Batched[PromptBatch]):
         columns = {name: [row.get(name) for row in read] for name in self.column_names}
         return columns if self.images is None else {**columns, **self.images.columns(rows)}
 
-    def some_raw(self, count: int = 100) -> list[dict[str, Any]]:
-        """The other columns of at most `count` rows, from all parts of the data."""
-        return [self.raw[i] for i in np.unique(np.linspace(0, len(self) - 1, count, dtype=np.int64)).tolist()]
+    def some_raw(self) -> list[dict[str, Any]]:
+        """The other columns of at most 100 rows, from all parts of the data."""
+        return [self.raw[i] for i in np.unique(np.linspace(0, len(self) - 1, 100, dtype=np.int64)).tolist()]
 
     @functools.cached_property
     def column_names(self) -> tuple[str, ...]:

@@ -72,7 +72,7 @@ WRONG_OBJECT_SHARE = 0.2
 WORD_COST = 0.25
 """Penalty in the gold reward for each word that is not part of a kept fact."""
 LABEL_SHARPNESS = 6.0
-"""Preference labels follow sigmoid(sharpness * difference of gold rewards)."""
+"""Preference labels follow sigmoid(LABEL_SHARPNESS * difference of gold rewards)."""
 REPETITION_SHARE = 0.3
 """Share of the summaries in preference pairs that repeat facts."""
 SIZES = {"train": 16384, "validation": 2048, "test": 2048}
@@ -199,18 +199,11 @@ def prompts(size: int, *, split: str = "train", seed: int = 0) -> list[dict[str,
     return [{"prompt": post.prompt} for _, (_, post) in zip(range(size), _posts("prompts", split, seed), strict=False)]
 
 
-def demonstrations(
-    size: int,
-    *,
-    split: str = "train",
-    seed: int = 0,
-    drop_rate: float = DROP_RATE,
-    invent_rate: float = INVENT_RATE,
-) -> list[dict[str, str]]:
-    """Rows {"prompt", "completion"}, with summaries that drop and invent facts at these rates."""
+def demonstrations(size: int, *, split: str = "train", seed: int = 0) -> list[dict[str, str]]:
+    """Rows {"prompt", "completion"}, with summaries that drop facts at DROP_RATE and invent them at INVENT_RATE."""
     rows = zip(range(size), _posts("demonstrations", split, seed), strict=False)
     return [
-        {"prompt": post.prompt, "completion": make_summary(rng, post.facts, drop_rate, invent_rate)}
+        {"prompt": post.prompt, "completion": make_summary(rng, post.facts, DROP_RATE, INVENT_RATE)}
         for _, (rng, post) in rows
     ]
 
@@ -225,11 +218,10 @@ def _maybe_repeat(rng: np.random.Generator, summary: str) -> str:
     return ";".join([*parts, *(" " + part.strip() for part in repeated)])
 
 
-def preference_pairs(
-    size: int, *, split: str = "train", seed: int = 0, sharpness: float = LABEL_SHARPNESS
-) -> list[dict[str, str]]:
+def preference_pairs(size: int, *, split: str = "train", seed: int = 0) -> list[dict[str, str]]:
     """Rows {"prompt", "chosen", "rejected"}: two different summaries with random drop and invent rates, labelled by
-    Bradley-Terry: the first is chosen with probability sigmoid(sharpness * difference of gold rewards)."""
+    Bradley-Terry: the first is chosen with probability sigmoid(LABEL_SHARPNESS * difference of gold
+    rewards)."""
     rows = []
     for _, (rng, post) in zip(range(size), _posts("pairs", split, seed), strict=False):
         first = second = ""
@@ -238,7 +230,7 @@ def preference_pairs(
             first, second = (_maybe_repeat(rng, make_summary(rng, post.facts, *pair)) for pair in rates)
         first_reward, second_reward = gold_reward([post.prompt] * 2, [first, second])
         # sigmoid(x) = (1 + tanh(x / 2)) / 2, without overflow
-        if rng.random() >= 0.5 + 0.5 * np.tanh(sharpness * (first_reward - second_reward) / 2):
+        if rng.random() >= 0.5 + 0.5 * np.tanh(LABEL_SHARPNESS * (first_reward - second_reward) / 2):
             first, second = second, first
         rows.append({"prompt": post.prompt, "chosen": first, "rejected": second})
     return rows

@@ -42,8 +42,6 @@ from rlhf_jax.models.scan_layers import scan_layers
 from rlhf_jax.parallel.sharding import constrain
 from rlhf_jax.types import Array, Params
 
-RESIDUALS = ("sequential", "parallel", "post", "sandwich")
-
 
 class Block(nn.Module):
     """One layer, A its attention, M its MLP and N its norms.

@@ -38,7 +38,7 @@ class DecoderConfig:
     ropes: tuple[Rope, ...] = ()  # none: positions are learned
     layer_rope: tuple[int, ...] = ()  # index into `ropes` by layer; empty: the first
     layer_window: tuple[int | None, ...] = ()  # keys that a query sees, itself included, by layer; None and empty: all
-    residual: str = "sequential"  # of decoder.RESIDUALS
+    residual: str = "sequential"  # a form of `decoder.Block`
     norm: str = "rms_norm"  # of layers.NORMS
     norm_eps: float = 1e-6
     norm_offset: bool = False  # the norm multiplies by 1 + weight

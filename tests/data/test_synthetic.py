@@ -68,7 +68,7 @@ def test_there_is_much_to_gain_over_demonstrations():
     assert (best - rewards).mean() > 1.5 * rewards.std()
 
 
-def test_preference_labels_follow_the_gold_reward_with_noise():
+def test_preference_labels_follow_the_gold_reward_with_noise(monkeypatch):
     rows = synthetic.preference_pairs(2000)
     gold = [
         np.array(synthetic.gold_reward([row["prompt"] for row in rows], [row[side] for row in rows]))
@@ -77,7 +77,8 @@ def test_preference_labels_follow_the_gold_reward_with_noise():
     agree = np.mean((gold[0] > gold[1]) + 0.5 * (gold[0] == gold[1]))
     assert 0.90 < agree < 0.98
     assert all(row["chosen"] != row["rejected"] for row in rows)
-    sure = synthetic.preference_pairs(300, sharpness=1e6)
+    monkeypatch.setattr(synthetic, "LABEL_SHARPNESS", 1e6)
+    sure = synthetic.preference_pairs(300)
     prompts = [row["prompt"] for row in sure]
     assert np.all(
         np.array(synthetic.gold_reward(prompts, [row["chosen"] for row in sure]))

@@ -205,9 +205,9 @@ def adapter_base(name_or_path: str | Path, revision: str | None = None) -> tuple
     return peft.base_path(adapter), adapter.revision
 
 
-def load_adapter(name_or_path: str | Path, model: Model, *, revision: str | None = None) -> tuple[Any, Params]:
+def load_adapter(name_or_path: str | Path, model: Model) -> tuple[Any, Params]:
     """An adapter in PEFT's format, for `model`: (its `lora.Lora`, numpy params). UserError as `peft.read`."""
-    folder = resolve(name_or_path, revision)
+    folder = resolve(name_or_path)
     if not is_adapter(folder):
         raise UserError(f"{name_or_path} is no adapter: a folder with {peft.CONFIG} and no {CONFIG}.")
     return peft.read(peft.read_config(folder), model)
@@ -301,7 +301,6 @@ def load_shapes(
     *,
     kind: str = "causal",
     revision: str | None = None,
-    new_head: bool = False,
     images: bool = False,
 ) -> tuple[Model, Params]:
     """What `load` would return: (model, params as ShapeDtypeStructs). UserError as `load`.
@@ -314,7 +313,7 @@ def load_shapes(
     hf, model, *_ = _opened(folder, adapters, images)
     heads = [head for head in kind.split("+") if head in HEADS]
     shapes = jax.eval_shape(lambda key: model.init(key, heads=heads), jax.random.key(0))
-    if "scalar" in heads and not new_head and (_is_scalar_model(hf) or _has_score_bias(folder)):
+    if "scalar" in heads and (_is_scalar_model(hf) or _has_score_bias(folder)):
         shapes["score"]["bias"] = jax.ShapeDtypeStruct((1,), np.float32)
     return model, shapes
 
