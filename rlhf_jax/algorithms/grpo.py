@@ -299,7 +299,7 @@ def loss_and_metrics(
         coef = config.entropy_coef if entropy_coef is None else entropy_coef
         mean = jnp.sum(jnp.where(selected, entropy, 0.0)) / pg.token_count(selected, n_selected, counts, config)
         loss = policy_loss - coef * mean
-    tally = tally_of(
+    tally = make_tally(
         actions,
         entropy=entropy,
         selected=selected,
@@ -352,7 +352,7 @@ def next_entropy_control(control: Array, tally: Tally, config: GRPOOptions) -> A
 # --- metrics
 
 
-def tally_of(
+def make_tally(
     actions: Actions, *, entropy: Array, selected: Array, sampler_difference: Array, present: Array, measured: Metrics
 ) -> Tally:
     """What `step_metrics` is made of, of a micro-batch.

@@ -335,7 +335,7 @@ def update(
       state: donate it. With sync_ref_model its ref_params move too, with use_adaptive_entropy its entropy_control.
       experience: from `make_experience`.
       key: typed key of this update; it draws the order of the groups in each epoch, and dropout.
-      causes: [] int32, `nonfinite.causes_of` the scores; None: all are finite.
+      causes: [] int32, of the scores, by `nonfinite.find_causes`; None: all are finite.
 
     Returns:
       (state after B episodes, metrics averaged over optimizer steps as TRL averages its stats arrays). Once something
@@ -613,7 +613,7 @@ def applied_entropy_coef(control: Array | None, config: PolicyGradientOptions) -
 
 
 def experience_causes(experience: Experience) -> Array:
-    """`nonfinite.causes_of` an experience, inside its masks: [] int32."""
+    """`nonfinite.find_causes` of an experience, inside its masks: [] int32."""
     trained = experience.trained_mask
 
     def inside(x: Array | None, mask: Array | None = trained) -> Array | tuple[()]:
@@ -621,7 +621,7 @@ def experience_causes(experience: Experience) -> Array:
             return ()
         return jnp.where(mask, x, 0.0) if x.ndim == 3 else x
 
-    return nonfinite.causes_of(
+    return nonfinite.find_causes(
         logprob=[inside(experience.logprobs), inside(experience.ref_logprobs)],
         value=inside(experience.values, experience.value_mask),
         advantage=inside(experience.advantages),

@@ -22,7 +22,7 @@ from typing import NamedTuple
 import numpy as np
 
 from rlhf_jax.data.fast_tokenizer import EOS, PAD, UNK, word_level_tokenizer
-from rlhf_jax.data.splits import SPLITS, split_of
+from rlhf_jax.data.splits import SPLITS, assigned_split
 from rlhf_jax.errors import MissingSplit, UserError
 
 MIN_TERMS, MAX_TERMS = 3, 8
@@ -72,7 +72,7 @@ def make_problem(rng: np.random.Generator, split: str) -> Problem:
     """A random sum of a split."""
     while True:
         problem = random_problem(rng, int(rng.integers(MIN_TERMS, MAX_TERMS + 1)))
-        if split_of(problem.expression) == split:
+        if assigned_split(problem.expression) == split:
             return problem
 
 

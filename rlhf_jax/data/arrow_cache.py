@@ -52,7 +52,7 @@ def folder() -> str:
     return os.path.join(datasets.config.HF_DATASETS_CACHE, "rlhf_jax")
 
 
-def key_of(parts: Any) -> str:
+def entry_key(parts: Any) -> str:
     """The key of an entry made from `parts`, of JSON types, by the code of this version."""
     return hashlib.sha256(json.dumps([_code(), parts], sort_keys=True).encode()).hexdigest()[:32]
 

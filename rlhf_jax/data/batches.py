@@ -194,7 +194,7 @@ class Batched(Generic[Batch]):
         """
         return self._make_batch(self.rows_of(seed, step, batch_size), local)
 
-    def of_rows(self, rows: np.ndarray, local: np.ndarray | slice = _ALL) -> Batch:
+    def batch_from_rows(self, rows: np.ndarray, local: np.ndarray | slice = _ALL) -> Batch:
         """Numpy batch of row indices `rows` [B]. `local` as `batch`."""
         return self._make_batch(rows, local)
 

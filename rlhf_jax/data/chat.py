@@ -208,7 +208,7 @@ def noting_unread(rows: Rows, columns: Sequence[str], template: ChatTemplate | N
             notes.update(dict.fromkeys(f"column {column!r} is not read: prompts are texts" for column in present))
             continue
         try:
-            names, row_template = row_arguments(row).keys() - {"chat_template", "documents"}, template.of_row(row)
+            names, row_template = row_arguments(row).keys() - {"chat_template", "documents"}, template.for_row(row)
         except ChatTemplateError:  # a bad row
             continue
         unread = {f"{name!r} of the data" for name in names if not row_template.reads(name)}
@@ -244,7 +244,7 @@ class ChatTemplate:
         Raises:
           UserError: the tokenizer has no template and `kwargs` has none, or an argument is reserved.
         """
-        self.tokenizer, self.kwargs, self._given = tokenizer, dict(kwargs or {}), dict(kwargs or {})
+        self.tokenizer, self.kwargs, self._unpinned_kwargs = tokenizer, dict(kwargs or {}), dict(kwargs or {})
         reserved = sorted(self.kwargs.keys() & _RESERVED_ARGUMENTS)
         if reserved:
             raise UserError(
@@ -265,7 +265,7 @@ class ChatTemplate:
             raise UserError(f"chat_template_kwargs: 'chat_template' is {self._text!r:.60}, not text")
         self.date = self._pin_date()
 
-    def of_row(self, row: Mapping[str, Any]) -> ChatTemplate:
+    def for_row(self, row: Mapping[str, Any]) -> ChatTemplate:
         """This template with the arguments of a row, which come before those of the config (see `row_arguments`).
 
         Raises:
@@ -275,7 +275,7 @@ class ChatTemplate:
         if not arguments:
             return self
         try:
-            return ChatTemplate(self.tokenizer, {**self._given, **arguments})
+            return ChatTemplate(self.tokenizer, {**self._unpinned_kwargs, **arguments})
         except UserError as error:
             raise ChatTemplateError(str(error)) from error
 

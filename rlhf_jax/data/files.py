@@ -378,7 +378,7 @@ def _cached_lines(
                 writer.write_batch(pa.record_batch([list(column) for column in zip(*batch)], schema=schema))
         return {"lines": are_lines, "columns": list(columns)}
 
-    entry = arrow_cache.cached(arrow_cache.key_of(fingerprint), path, write)
+    entry = arrow_cache.cached(arrow_cache.entry_key(fingerprint), path, write)
     if entry is None:
         return None
     table = JsonLines(entry.table)
@@ -527,7 +527,7 @@ def _read_table(path: str, suffix: str, text_columns: Collection[str]) -> Rows:
 
     with datasets_without_progress_bars() as datasets:
         if suffix in (".parquet", ".csv"):
-            if large and (entry := arrow_cache.cached(arrow_cache.key_of(fingerprint), path, write)) is not None:
+            if large and (entry := arrow_cache.cached(arrow_cache.entry_key(fingerprint), path, write)) is not None:
                 return from_dataset(entry.table, path, fingerprint)
             with _errors_of_the_file(path):
                 return from_dataset(datasets.Dataset(read()), path, fingerprint)

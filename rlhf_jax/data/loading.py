@@ -108,7 +108,7 @@ def _read_built_in(name: str, dataset: BuiltIn, kind: str, split: str, size: int
         write_table(dataset.load(kind, split, size, seed), folder)
         return {}
 
-    entry = arrow_cache.cached(arrow_cache.key_of(fingerprint), title, write)
+    entry = arrow_cache.cached(arrow_cache.entry_key(fingerprint), title, write)
     table = dataset.load(kind, split, size, seed) if entry is None else entry.table
     loaded_rows = from_dataset(table, title, fingerprint)
     return loaded_rows if dataset.note is None else loaded_rows.noted(dataset.note(table))

@@ -47,7 +47,7 @@ def load_training_rows(config: DataOptions, kind: str, dataset: Any = None) -> T
     entries = config.datasets
     if dataset is not None or entries is None:
         return TrainingRows(((load_train_split(config, kind, dataset), config),))
-    configs = [config.of_entry(entry) for entry in entries]
+    configs = [config.with_entry(entry) for entry in entries]
     formats = [Format(entry.get("format") or {}) for entry in entries]
     rows = [
         load_train_split(entry_config, kind, text_columns=form.columns)

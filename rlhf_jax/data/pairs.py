@@ -154,7 +154,7 @@ class PairEncoder:
     def _render(self, row: Any) -> tuple[str, str, str]:
         """Prompt with its generation prompt, chosen and rejected conversation. The prompt is "" without a prompt
         column: only the explicit one is known to end before a response."""
-        columns, template = self.prompt_columns, self.template.of_row(row)
+        columns, template = self.prompt_columns, self.template.for_row(row)
         prompt = chat.text_messages([message for column in columns for message in row[column]])
         text = template.render(prompt, generation_prompt=True, column=columns[0]) if prompt else ""
         chosen, rejected = (

@@ -34,14 +34,14 @@ class Ragged(Sequence[np.ndarray]):
             self.lengths = self.lengths[rows]
 
     @classmethod
-    def of_lists(cls, lists: Sequence[Sequence[int]]) -> Ragged:
+    def from_lists(cls, lists: Sequence[Sequence[int]]) -> Ragged:
         """A copy of sequences of whole numbers."""
         offsets = np.concatenate([[0], np.cumsum([len(sequence) for sequence in lists], dtype=np.int64)])
         values = np.fromiter((value for sequence in lists for value in sequence), np.int32, int(offsets[-1]))
         return cls([(offsets, values)])
 
     @classmethod
-    def of_column(cls, column: Any, rows: np.ndarray | None = None) -> Ragged:
+    def from_column(cls, column: Any, rows: np.ndarray | None = None) -> Ragged:
         """A view of an Arrow column of lists of int32, or of uint8 as bool.
 
         Args:

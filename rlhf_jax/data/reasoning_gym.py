@@ -22,7 +22,7 @@ from importlib.util import find_spec
 from typing import Any, Literal, NamedTuple, get_args
 
 from rlhf_jax.data.reasoning_gym_worker import BLOCK, ROW_SECONDS
-from rlhf_jax.data.splits import split_of
+from rlhf_jax.data.splits import assigned_split
 from rlhf_jax.errors import MissingSplit, UserError
 from rlhf_jax.option import nearest
 from rlhf_jax.utils.json_worker import JsonWorker, NotStarted
@@ -197,7 +197,7 @@ def _rows(name: str, source: Source, split: str, size: int) -> list[tuple]:
     seen: set[str] = set()
     for count, row in enumerate(_stream(name, source)):
         question = row[2]
-        if split_of(question) == split and (split == "train" or question not in seen):
+        if assigned_split(question) == split and (split == "train" or question not in seen):
             seen.add(question)
             rows.append(row)
         if len(rows) == size or count == 40 * size + 1000:

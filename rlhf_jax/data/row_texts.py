@@ -169,7 +169,7 @@ def buckets_and_report(
     Raises:
       UserError: every row is too long, or the longest sequence fits no bucket.
     """
-    read, kept_count = len(tokenized.rows), len(tokenized.kept)
+    read, kept_count = len(tokenized.rows), len(tokenized.kept_rows)
     if not kept_count:
         raise UserError(
             f"{tokenized.rows.name}: all {read} rows are longer than {limit}; raise it, or use shorter texts"

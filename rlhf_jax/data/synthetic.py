@@ -90,10 +90,10 @@ class Post(NamedTuple):
     facts: tuple[Fact, ...]
 
 
-def split_of(facts: Sequence[Fact]) -> str:
+def post_split(facts: Sequence[Fact]) -> str:
     """The split of posts with these facts. It does not depend on their order, the seed or fillers: splits are
     disjoint."""
-    return splits.split_of(repr(sorted(facts)))
+    return splits.assigned_split(repr(sorted(facts)))
 
 
 def _random_object(rng: np.random.Generator, verb: str) -> str:
@@ -105,7 +105,7 @@ def make_post(rng: np.random.Generator, split: str) -> Post:
     while True:
         count = int(rng.integers(MIN_FACTS, MAX_FACTS + 1))
         facts = tuple((verb, _random_object(rng, verb)) for verb in rng.permutation(list(FACTS))[:count].tolist())
-        if split_of(facts) == split:
+        if post_split(facts) == split:
             break
     opening, *fillers = rng.permutation(FILLERS)[: int(rng.integers(1, MAX_FILLERS + 1))].tolist()
     sentences = [f"i {verb} {obj}" for verb, obj in facts]
@@ -144,7 +144,7 @@ def _parse_fact(words: list[str]) -> Fact | None:
     return (words[0], words[1]) if len(words) == 2 and words[1] in FACTS.get(words[0], ()) else None
 
 
-def facts_of(prompt: str) -> tuple[Fact, ...]:
+def parse_facts(prompt: str) -> tuple[Fact, ...]:
     """The facts in a post, parsed from its text."""
     parts = parse_post(prompt)
     if parts is None:
@@ -169,7 +169,7 @@ class FactCounts(NamedTuple):
 def count_facts(prompt: str, completion: str) -> FactCounts:
     """Counts of one completion: facts of the post, distinct invented facts, and words that are not part of a kept
     fact, including those of invented, repeated and malformed facts."""
-    facts = set(facts_of(prompt))
+    facts = set(parse_facts(prompt))
     claimed = {fact for part in completion.split(";") if (fact := _parse_fact(part.split())) is not None}
     kept_count = len(claimed & facts)
     words = len(re.findall(r"[^\s;]+", completion))

@@ -181,7 +181,7 @@ def show(config: StageConfig, log: Callable[[str], None] = print) -> None:
     Raises:
       UserError: a model's config cannot be read, or does not fit the run.
     """
-    mesh = memory.mesh_of(config)
+    mesh = memory.stage_mesh(config)
     log(config_files.to_json(config))
     device = mesh.devices.flat[0]
     config = batch_sizes.for_devices(config, sharding.row_shards(mesh), device.platform)

@@ -206,10 +206,10 @@ class _Decoder:
 
     def _idle_slots(self, rows: Rows) -> _Slots:
         row = jnp.full(self.size, self.count, jnp.int32)
-        t, prefix = jnp.ones(self.size, jnp.int32), self._prefix_of(jnp.zeros(self.size, jnp.int32))
+        t, prefix = jnp.ones(self.size, jnp.int32), self._row_prefix(jnp.zeros(self.size, jnp.int32))
         return _Slots(row, t, jnp.zeros_like(row), self._seen(rows, row), prefix, self._empty_cache())
 
-    def _prefix_of(self, row: Array) -> Any:
+    def _row_prefix(self, row: Array) -> Any:
         """Each slot's own copy of its row's prompt."""
         prompt = jnp.minimum(row, self.count - 1) // self.group
         return jax.tree.map(lambda x: jnp.take(x, prompt, axis=0), self.prompts.prefix)
@@ -242,7 +242,7 @@ class _Decoder:
         row_index = jnp.minimum(row, self.count - 1)
         t = jnp.where(takes, rows.lengths[row_index], slots.t)
         token = jnp.where(takes, rows.response[row_index, t - 1], slots.token)
-        prefix = jax.tree.map(lambda new, old: take_rows(takes, new, old), self._prefix_of(row), slots.prefix)
+        prefix = jax.tree.map(lambda new, old: take_rows(takes, new, old), self._row_prefix(row), slots.prefix)
         seen = slots.seen
         if seen is not None:
             seen = take_rows(takes, self._seen(rows, row), seen)
@@ -291,7 +291,7 @@ class _Decoder:
             t=slots.t if slots.t.ndim == 0 else take(slots.t),
             token=take(slots.token),
             seen=None if slots.seen is None else take(slots.seen),
-            prefix=self._prefix_of(row) if shared else jax.tree.map(take, slots.prefix),
+            prefix=self._row_prefix(row) if shared else jax.tree.map(take, slots.prefix),
             cache=jax.tree.map(take, slots.cache),
         )
         return loop._replace(slots=slots)

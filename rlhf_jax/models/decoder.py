@@ -28,7 +28,7 @@ from rlhf_jax.models.attention_kernels import row_attention
 from rlhf_jax.models.cached_attention import (
     Segment,
     attend_cached,
-    columns_of,
+    column_count,
     empty_segments,
     newest_positions,
     segment_sizes,
@@ -483,7 +483,7 @@ def _decode_layer(
 ) -> tuple[Array, list[Params]]:
     """A layer of `decode`: (x, its cache with the tokens). jit traces it once for all layers of a kind."""
     before = Segment(prompt, _keep_of_prompt(mask, prompt["v"].shape[2], places, window), True)
-    keeps = _keep_of_cache([columns_of(segment) for segment in cache], places, window)
+    keeps = _keep_of_cache([column_count(segment) for segment in cache], places, window)
 
     def attend_fn(query: Array, key: Array, value: Array) -> tuple[Array, list[Params]]:
         new = write(cache, key, value, index, ring=window is not None, active=active)
@@ -491,7 +491,7 @@ def _decode_layer(
         response_segments, start = [], 0
         for segment, keep in zip(new, keeps, strict=True):
             response_segments.append(Segment(segment, keep, end > start if start else True))
-            start += columns_of(segment)
+            start += column_count(segment)
         return attend_cached(query, before, response_segments, context.config.score_function), new
 
     return Block(context).apply({"params": params}, x, rope, attend_fn)

@@ -134,25 +134,25 @@ class Dropout:
         rate = self.lora if site >= DropoutSite.LORA_QUERY_KEY_VALUE else self.hidden
         if rate == 0:
             return x
-        return token_dropout(x, rate, fold_in_rows(self.keys, layer, site), self._of_last(x.shape[1]))
+        return token_dropout(x, rate, fold_in_rows(self.keys, layer, site), self._last_positions(x.shape[1]))
 
     def weights(self, weights: Array, layer: int | Array) -> Array:
         """Weights [B, H, Q, S'] of the first S' columns to the last Q of them, as `__call__`."""
         _, heads, queries, seen = weights.shape
         keys = fold_in_rows(self.keys, layer, DropoutSite.ATTENTION)
 
-        def of_query(key: Array, query: Array, positions: Array) -> Array:
+        def query_keys(key: Array, query: Array, positions: Array) -> Array:
             pairs = positions[None] * heads + jnp.arange(heads)[:, None]
             return jax.vmap(jax.vmap(jax.random.fold_in, (None, 0)), (None, 0))(jax.random.fold_in(key, query), pairs)
 
-        positions = self._of_last(seen) if self.positions is None else self.positions[:, :seen]
-        of_row = jax.vmap(of_query, (None, 0, None))
-        pair_keys = jax.vmap(of_row)(keys, positions[:, seen - queries :], positions)  # [B, Q, H, S']
+        positions = self._last_positions(seen) if self.positions is None else self.positions[:, :seen]
+        row_keys = jax.vmap(query_keys, (None, 0, None))
+        pair_keys = jax.vmap(row_keys)(keys, positions[:, seen - queries :], positions)  # [B, Q, H, S']
         bits = jax.random.key_data(pair_keys)[..., 0].astype(jnp.uint32).swapaxes(1, 2)
         keep = bits < jnp.uint32((1.0 - self.attention) * 2**32)
         return drop_entries(weights, keep, self.attention)
 
-    def _of_last(self, columns: int) -> Array:
+    def _last_positions(self, columns: int) -> Array:
         """Positions [B, S'] of the last columns."""
         if self.positions is None:
             return jnp.broadcast_to(jnp.arange(columns), (len(self.keys), columns))

@@ -347,10 +347,10 @@ class Model:
         stacked = jax.eval_shape(lambda layer: jax.tree.map(lambda leaf: leaf[None], layer), layers[0])
         shapes = {**params, "backbone": {**params["backbone"], "layers": stacked}}
 
-        def of_params_and_of_a_layer(rules):
+        def param_and_layer_shardings(rules):
             specs = shardings(shapes, rules, self.layout.mesh)
-            of_layers = specs["backbone"].pop("layers")
-            return specs, jax.tree.map(lambda x: NamedSharding(x.mesh, P(*x.spec[1:])), of_layers)
+            stacked_shardings = specs["backbone"].pop("layers")
+            return specs, jax.tree.map(lambda x: NamedSharding(x.mesh, P(*x.spec[1:])), stacked_shardings)
 
         def gather(tree, split, gathered_sharding):
             tree = jax.lax.with_sharding_constraint(tree, split)
@@ -360,8 +360,10 @@ class Model:
         without_fsdp = {"fsdp": None, "vocabulary": "tensor"}
         rules = [(path, tuple(without_fsdp.get(name, name) for name in row)) for path, row in self._param_names]
         rules = partition_rules(rules, self.layout.folded)
-        of_params, of_layer = zip(of_params_and_of_a_layer(self.param_rules), of_params_and_of_a_layer(rules))
-        return gather(params, *of_params), [gather(layer, *of_layer) for layer in layers]
+        param_shardings, layer_shardings = zip(
+            param_and_layer_shardings(self.param_rules), param_and_layer_shardings(rules)
+        )
+        return gather(params, *param_shardings), [gather(layer, *layer_shardings) for layer in layers]
 
     @property
     def _platform(self) -> str:

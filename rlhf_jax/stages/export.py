@@ -62,7 +62,7 @@ def export_model(
     if generation is not None:
         trained = {key: value for key, value in trained.items() if key != "score"}  # a shared backbone's
     paths = {}
-    origin = origin_of(source if base is None else base, network.model.reads_images)
+    origin = adapter_origin(source if base is None else base, network.model.reads_images)
     if origin is None:
         base_path = paths[f"{name}_base"] = os.path.join(folder, f"{name}_base")
         _save_base(context, base_path, network, trained, **files)
@@ -108,7 +108,7 @@ def _save_adapter(
     multihost.wait_for_all("export of adapters")
 
 
-def origin_of(source: Source, with_images: bool = False) -> Source | None:
+def adapter_origin(source: Source, with_images: bool = False) -> Source | None:
     """What an adapter may name as its base: the source; None for random weights, merged adapters, and, without
     `with_images`, the text model of a checkpoint of images and text, in which PEFT would look for other names."""
     path, revision = source.path, source.revision

@@ -87,7 +87,7 @@ def open_model(
     """
     if source.shape is not None:
         opened_tokenizer = open_tokenizer(tokenizer, source, None)
-        token = images.image_token_id_of(opened_tokenizer) if with_images else None
+        token = images.find_image_token_id(opened_tokenizer) if with_images else None
         return Opened(scratch_model(source.shape, opened_tokenizer.vocab_size, longest, token), opened_tokenizer)
     model = hf.load_model(str(source.path), revision=source.revision, images=with_images)
     check_context(model, longest, option, source.name)

@@ -395,7 +395,7 @@ class Programs:
         models = self._with_params(trained, base, ref_params).with_automaton(automaton)
         experience, metrics = self.algorithm.make_experience(models, scored, config=self.config, kl_coef=kl_coef)
         # Of the scores as the rewards returned them: clipping may hide an infinity.
-        causes = nonfinite.causes_of(score=jnp.where(scored.scorable, scored.scores, 0.0))
+        causes = nonfinite.find_causes(score=jnp.where(scored.scorable, scored.scores, 0.0))
         lengths = length_metrics(scored.rollout, self.unused_ids)
         return experience, {**lengths, "nonfinite/causes": causes, **metrics}
 

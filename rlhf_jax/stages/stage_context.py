@@ -130,7 +130,7 @@ def progress_metrics(state: TrainState, rate: Array | None, names: tuple[str, ..
     return {**rates, "episode": state.episodes, "epoch": epoch}
 
 
-def inputs_of(
+def input_fingerprints(
     context: StageContext,
     train_data: Any,
     eval_sets: dict[str, Any],

@@ -26,7 +26,7 @@ from rlhf_jax.stages.open_models import Source
 from rlhf_jax.stages.stage import Stage
 from rlhf_jax.stages.stage_context import (
     StageContext,
-    inputs_of,
+    input_fingerprints,
     progress_metrics,
     state_shardings,
     update_key,
@@ -303,7 +303,7 @@ class SupervisedStage(Stage):
 
     def inputs(self) -> dict[str, str]:
         """As `Stage.inputs`."""
-        return inputs_of(self.context, self.train_data, self.eval_sets)
+        return input_fingerprints(self.context, self.train_data, self.eval_sets)
 
     def frozen(self) -> dict[str, Params]:
         """As `Stage.frozen`."""

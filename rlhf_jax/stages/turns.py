@@ -308,7 +308,7 @@ class Turns:
             opened, begun = self._begin(source, rows, beginning, go_on=unfinished is not None)
             environments, prompts_of = environments | opened, prompts_of | begun
             source, rows = self._with_prompts(source, rows, prompts_of)
-            prompts = source.of_rows(rows, device_rows)
+            prompts = source.batch_from_rows(rows, device_rows)
         placed = place(prompts)
         texts = source.display_texts(rows[device_rows])
         responses.states = {
@@ -381,7 +381,7 @@ class Turns:
             of_data = [{**source.raw[i], **prompt} for i, prompt in zip(numbers, prompts, strict=True)]
             instances, texts = environments.begin(of_data, go_on=go_on)
             for row, data, text in zip(beginning, of_data, texts, strict=True):
-                result.append((row, *self._prompt(source, int(rows[row]), environments.name_of(data), text)))
+                result.append((row, *self._prompt(source, int(rows[row]), environments.environment_name(data), text)))
         except UserError as raised:
             error = raised
         parts = multihost.agree(result, error)
@@ -419,7 +419,7 @@ class Turns:
             schemas = [*self._toolbox.schemas, *self._environments.schemas[name]]
             kwargs = {**(self._config.chat_template_kwargs or {}), "tools": schemas or None}
             self._templates[name] = ChatTemplate(self._calls.tokenizer, kwargs)
-        template = self._templates[name].of_row(source.raw[row])
+        template = self._templates[name].for_row(source.raw[row])
         rendered = template.render(text_messages(messages), generation_prompt=True)
         ids, most = self._calls.tokenizer.encode(rendered), self._config.query_length
         if len(ids) > most:
@@ -499,7 +499,7 @@ class Turns:
         tokens, results = {row: responses.tokens(row) for row in rows}, {row: responses.results(row) for row in rows}
         turns = {row: len(results[row]) + (not responses.cut(row)) for row in rows}
         for row in rows:
-            responses.states[row].at = of_update(int(began[row]))
+            responses.states[row].at = update_label(int(began[row]))
         for turn in range(max(multihost.agree(max(turns.values(), default=0)))):
             suffixes: dict[int, list[int] | None] = {}
             for row in (row for row in rows if turn < turns[row]):
@@ -562,7 +562,7 @@ class Turns:
             self._environments.close()
 
 
-def of_update(step: int) -> str:
+def update_label(step: int) -> str:
     """What the responses of an update, counted from 0, are called in the records."""
     return f"update {step + 1}"
 

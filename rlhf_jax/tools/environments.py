@@ -71,7 +71,7 @@ class Environments:
             names = ", ".join(map(repr, self._pool))
             raise UserError(f"{where}: {NAME!r} is {row.get(NAME)!r:.60}; environment_factory has {names}")
 
-    def name_of(self, row: Mapping[str, Any]) -> str | None:
+    def environment_name(self, row: Mapping[str, Any]) -> str | None:
         """The environment of a row."""
         return row[NAME] if self.several else None
 
@@ -91,7 +91,7 @@ class Environments:
         used = dict(self._going_on)
         instances, texts = [], []
         for row in rows:
-            name = self.name_of(row)
+            name = self.environment_name(row)
             if used[name] == len(self._pool[name]):
                 self._pool[name].append(self._new(name))
             instance = self._pool[name][used[name]]

@@ -68,7 +68,7 @@ def uneven_problem(rng: np.random.Generator, split: str) -> arithmetic.Problem:
         count = min(arithmetic.MIN_TERMS - 1 + int(rng.geometric(1 / (1 + MEAN_MORE_TERMS))), MOST_TERMS)
         problem = arithmetic.random_problem(rng, count)
         small = max(np.cumsum(problem.terms)) < arithmetic.LARGEST_RESULT - 2 * max(arithmetic.ERRORS)
-        if small and arithmetic.split_of(problem.expression) == split:
+        if small and arithmetic.assigned_split(problem.expression) == split:
             return problem
 
 

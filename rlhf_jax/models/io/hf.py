@@ -33,7 +33,7 @@ from rlhf_jax.models.io.safetensors import (
     SAFETENSORS,
     SAFETENSORS_INDEX,
     Source,
-    fingerprint_of,
+    folder_fingerprint,
     open_weights,
     read_json,
     write_weights,
@@ -291,9 +291,9 @@ def open_params(
 
 
 def fingerprint(name_or_path: str | Path, *, revision: str | None = None) -> str:
-    """Identifies a checkpoint by its weights, whatever its name, by `fingerprint_of`. UserError as `load`."""
+    """Identifies a checkpoint by its weights, whatever its name, by `folder_fingerprint`. UserError as `load`."""
     folder, adapters = resolve_base(resolve(name_or_path, revision=revision))
-    return "+".join(fingerprint_of(path) for path in (folder, *(adapter.folder for adapter in adapters)))
+    return "+".join(folder_fingerprint(path) for path in (folder, *(adapter.folder for adapter in adapters)))
 
 
 def load_shapes(

@@ -67,7 +67,7 @@ class Source:
             raise UserError(f"{self.file}: tensor {self.name} cannot be read ({error}).") from error
 
 
-def fingerprint_of(folder: Path) -> str:
+def folder_fingerprint(folder: Path) -> str:
     """Identifies the weights of a checkpoint folder: sha256 of the files' sizes and of a sample of their bytes.
 
     The sample is the first 64 KiB of each file (the header of a safetensors file) and 16 KiB at 64 places; of a small
