@@ -60,7 +60,6 @@ def messages_fault(row: Any, columns: Sequence[str], kind: str) -> str | None:
 
     Args:
       row: of a data set whose first good row is a conversation.
-      columns: their names.
       kind: what the rows are, for messages: 'prompts', 'demonstrations' or 'pairs'.
     """
     if isinstance(row, MalformedRow):
@@ -237,7 +236,6 @@ class ChatTemplate:
 
     def __init__(self, tokenizer: Tokenizer, kwargs: Mapping[str, Any] | None = None):
         """Args:
-          tokenizer: provides the template.
           kwargs: further arguments of apply_chat_template: variables of the template, 'chat_template', 'tools' and
             'documents'.
 
@@ -328,7 +326,6 @@ class ChatTemplate:
         Templates write a bos themselves where the model has one: encode the text without special tokens.
 
         Args:
-          messages: the conversation.
           generation_prompt: whether a response follows.
           column: where the messages come from, for errors.
 
@@ -347,7 +344,6 @@ class ChatTemplate:
         """Ids of a conversation, and which of them are the assistant's, by the template's {% generation %} blocks.
 
         Args:
-          messages: the conversation.
           column: where the messages come from, for errors.
 
         Returns:

@@ -280,7 +280,6 @@ def load_processor(
     """The image processor of a model.
 
     Args:
-      folder: of its files.
       name: where it comes from, for messages.
       image_token_id, tokens, size: of the model (see `ImageProcessor`).
 
@@ -444,7 +443,6 @@ def read_row(
     where the first message of the user is text they stand before it.
 
     Args:
-      row: of the data set.
       columns: of its conversations, in the order of the text.
       folder: of the data file, which paths of images may be relative to.
       fault: why the row, with each block as text, is no conversation of the kind that is asked for, or None.

@@ -132,7 +132,6 @@ def load_rows(
     Args:
       source: hub name, local file (read as one split, whatever its name) or folder, the name of a built-in data set,
         or an object: a datasets.Dataset or DatasetDict, a pandas DataFrame, a list of dicts or a dict of lists.
-      split: split to load.
       split_option: option that sets it, for messages.
       kind: 'prompts', 'demonstrations' or 'pairs'; for the built-in data sets.
       dataset_config, dataset_revision: of a hub data set.

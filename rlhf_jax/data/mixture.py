@@ -75,9 +75,7 @@ def mixed(parts: Sequence[Data], weights: Sequence[float] | None, length_buckets
     """Several data sets of one kind as one.
 
     Args:
-      parts: the data sets.
       weights: of an epoch's rows; None: each row once an epoch.
-      length_buckets: as configured.
 
     Raises:
       UserError: some are conversations and some are texts.

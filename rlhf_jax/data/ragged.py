@@ -46,7 +46,6 @@ class Ragged(Sequence[np.ndarray]):
 
         Args:
           column: pyarrow.ChunkedArray without nulls.
-          rows: as above.
         """
         chunks = []
         for chunk in column.chunks:

@@ -213,7 +213,6 @@ def load_reasoning_gym(name: str, kind: str, split: str = "train", size: int | N
     Args:
       kind: 'prompts' or 'demonstrations', which have the completion too where the task has one right answer.
       split: train, validation or test.
-      size: number of rows.
       seed: added to the seed in the name.
 
     Returns:
@@ -286,7 +285,6 @@ def score(record: str, response: str) -> Scored:
 
     Args:
       record: the row's column 'reasoning_gym'.
-      response: text.
 
     Raises:
       UserError: the package is not installed, or another version of it makes another row.

@@ -159,11 +159,9 @@ def buckets_and_report(
     """The length buckets of a data set and the report on its rows.
 
     Args:
-      tokenized: the tokens of all rows.
       *sequences: token sequences of the kept rows, one list for each column.
       length_buckets: as configured; None: `default_buckets`.
       limit: the options that limit lengths and their values, for the message.
-      note: remark for the report.
       template: a `chat.ChatTemplate`; None: the rows are texts.
 
     Raises:

@@ -95,7 +95,6 @@ def truncate_posts(posts: Sequence[PostParts], encode_batch: EncodeBatch, max_to
     candidates of all posts, so that the tokenizer's threads share them.
 
     Args:
-      posts: any number.
       encode_batch: texts -> the ids of each, no special tokens.
       max_tokens: maximum number of ids.
 

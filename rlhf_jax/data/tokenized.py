@@ -133,7 +133,6 @@ def tokenize(
     """The tokens of rows.
 
     Args:
-      encoder: makes tokens of rows.
       on_bad_row: 'raise' or 'skip'.
       num_proc: worker processes; None: this one alone, with the tokenizer's threads.
 

@@ -258,7 +258,6 @@ def load_tokenizer(name_or_path: str, revision: str | None = None, *, vocab_size
 
     Args:
       name_or_path: hub name, folder, or a name in `BUILT_IN`.
-      revision: hub revision.
       vocab_size: rows of the model's embedding; None: no check against a model.
 
     Raises:

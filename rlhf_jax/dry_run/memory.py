@@ -48,7 +48,6 @@ def abstract_stage(config: StageConfig, mesh: Any) -> Any:
     prompt, of the shape with the most tiles.
 
     Args:
-      config: a stage's.
       mesh: its devices may be described ones.
 
     Raises:

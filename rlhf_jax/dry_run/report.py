@@ -175,7 +175,6 @@ def show(config: StageConfig, log: Callable[[str], None] = print) -> None:
     """Prints the plan of a stage: compiles its programs, loads and writes nothing.
 
     Args:
-      config: a stage's.
       log: takes each line.
 
     Raises:

@@ -81,7 +81,6 @@ def process_logits(logits: Array, seen: Array | None, sampling: Sampling) -> Arr
     Args:
       logits: [B, V] float32.
       seen: [B, V] bool, tokens of prompt and response so far; None when there is no repetition penalty.
-      sampling: the options.
 
     Returns:
       [B, V] float32, -inf for tokens that must not be sampled.
@@ -128,7 +127,6 @@ def sample(
       keys: [R] typed, one of each row.
       t: [R] int32, the token's place in its response.
       seen: [R, V] bool; None when there is no repetition penalty.
-      sampling: the options.
       mask: sets the logits [R, V] of tokens that must not follow to -inf, in sampling and log-probabilities.
 
     Returns:

@@ -125,8 +125,6 @@ def decode_rows(
       params: of `model.unstack`.
       prompts: row i answers prompt i // G.
       rows: the queue.
-      sampling, decoding: the options.
-      dtype: compute dtype.
       automaton: where rows have states.
       started: whether rows may have more than one token, whose keys and values are computed again.
 

@@ -51,8 +51,6 @@ def unsupported(
 
     Args:
       implementation: blocked, cudnn or splash.
-      config: the model's.
-      dtype: of the computation.
       platform: of the devices: cpu, gpu or tpu.
       dropout: whether the model is trained with its dropout.
     """

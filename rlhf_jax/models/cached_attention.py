@@ -58,7 +58,6 @@ def attend_cached(query: Array, prefix: Segment, response_segments: list[Segment
       query: [B, Q, H, K]; row i continues prefix i // G. Head h reads the keys of head h // (H / KV).
       prefix: its N is P.
       response_segments: their N is B.
-      score: scale and soft cap.
 
     Returns:
       [B, Q, H, K] in the query's dtype. Neither a prefix nor a key that several heads read is copied: their queries

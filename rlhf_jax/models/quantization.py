@@ -73,7 +73,6 @@ def quantize(params: Params, paths: Sequence[Sequence[str]], kind: Kind) -> Para
     Args:
       params: nested dicts, all of a model's or a part.
       paths: of the linear layers whose kernels are quantized.
-      kind: see `quantize_int8` and `quantize_nf4`.
 
     Returns:
       The same pytree with a qwix.QArray or an NF4Kernel in place of each of these kernels; quantized kernels stay as

@@ -123,7 +123,6 @@ def constrain(layout: Layout | None, x: Any, *names: str | None) -> Any:
 
     Args:
       layout: None, or of a single device: no constraint.
-      x: an array.
       names: of its first axes, as in `Layout`; the others are not sharded. An axis whose size does not divide is left
         to the compiler.
 

@@ -45,7 +45,6 @@ def export_model(
     Args:
       name: 'policy', 'value' or 'reward_model'.
       network: the model and its frozen base.
-      trained: its trained params.
       tokenizer: written beside each.
       source: what training started from, whose image processor is copied.
       generation: of a model with a causal head; None: a scalar head.
@@ -130,7 +129,6 @@ def save_checkpoint(
     """Writes a Hugging Face checkpoint with the tokenizer: the first process does, the others wait.
 
     Args:
-      path: folder.
       model, params: with a causal head, or else a scalar one.
       tokenizer, generation, source: as `export_model`.
     """

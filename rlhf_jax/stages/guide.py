@@ -27,7 +27,6 @@ def open_guide(
     """The automaton of `structured_outputs_regex` or of the column that has each row's.
 
     Args:
-      config: options of sampling.
       tokenizer: the policy's.
       stop_ids, excluded_ids: as in `guided.token_automaton`.
 

@@ -76,7 +76,6 @@ def open_model(
     """A model and its tokenizer.
 
     Args:
-      source: where it comes from.
       tokenizer: a folder or hub name; None: the model's own.
       with_images: read a model of images and text with its vision tower; else as its text model.
       longest: tokens of the longest sequence.
@@ -160,7 +159,6 @@ def wants_images(source: Source, rows: data.Rows, columns: Sequence[str]) -> boo
     """Whether a model is to read images: it is of images and text, and its data has images.
 
     Args:
-      rows: data.
       columns: of its conversations.
 
     Raises:
@@ -266,7 +264,6 @@ def load_params(
 
     Args:
       context: of the stage; random weights are drawn by its config's seed.
-      source: where it comes from.
       head: 'causal'; 'scalar': the checkpoint's, or a new one where it has none.
       cast_on_load: as `Weights.load`.
       score_std: of a new scalar head, as `new_score_head`.

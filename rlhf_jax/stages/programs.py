@@ -55,7 +55,6 @@ def sampling_of(
       config: sampling options, response_length, stop_token, stop_token_id, stop_token_ids.
       eos_ids: `Tokenizer.eos_ids`; the first fills the columns after a response.
       temperature: overrides that of the config and of generation_kwargs.
-      suppress_ids: of `Sampling`.
     """
     options = config.sampling()
     if temperature is not None:

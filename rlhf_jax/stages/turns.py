@@ -222,7 +222,6 @@ class Turns:
     """The turns of a policy's responses.
 
     Args:
-      toolbox: the tools.
       environments: None: there are none.
       calls: how the policy calls them.
     """
@@ -435,7 +434,6 @@ class Turns:
         """Makes the calls of turns that ended, each process those of its own rows, and takes over what was said.
 
         Args:
-          batch: the responses.
           ended: rows of this process whose turn ended.
 
         Returns:

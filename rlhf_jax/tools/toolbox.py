@@ -52,7 +52,6 @@ class Toolbox:
     the same time.
 
     Args:
-      functions: tools.
       timeout: seconds of one call.
 
     Raises:

@@ -178,7 +178,6 @@ def has_scalar_head(name_or_path: str | Path, revision: str | None = None, *, we
     """Whether a checkpoint has a scalar head of its own, or an adapter one in place of its base's.
 
     Args:
-      name_or_path, revision: of the checkpoint.
       weights: False: by the class that its configs name alone, without its weights.
 
     Raises:

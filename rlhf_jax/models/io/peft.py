@@ -143,10 +143,6 @@ def _file(config: Config) -> Path:
 def read(config: Config, model: Any) -> tuple[Lora, Params]:
     """An adapter's configuration and params.
 
-    Args:
-      config: of its folder.
-      model: its base.
-
     Returns:
       (Lora with the target modules and the modules to save that the file holds, adapters as float32 numpy arrays)
 
@@ -319,7 +315,6 @@ def save(
     """Writes an adapter in PEFT's format. With several processes every one must call it; the first writes.
 
     Args:
-      folder: to write into.
       model: with `lora`.
       adapters: of numpy or JAX arrays in any shards.
       kind: 'causal' or 'scalar'; heads of the other kind are not written.
