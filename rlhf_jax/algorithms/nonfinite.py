@@ -144,7 +144,7 @@ def single_step_update(
     config: OptimizerOptions,
     counts: dict[str, Any],
 ) -> tuple[TrainState, Metrics]:
-    """An update of one optimizer step, as those of SFT and the reward model are.
+    """An update of one optimizer step, as in SFT and reward modelling.
 
     Args:
       state: before.

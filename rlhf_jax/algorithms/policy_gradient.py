@@ -359,7 +359,7 @@ def update(
         minibatch = microbatch.sorted_by(rows, experience)
         if dropout_key is not None:
             keys = microbatch.row_keys(jax.random.fold_in(dropout_key, number), groups_per_step)
-            # A row's key is that of its place among the rows by prompt length.
+            # A row's key is chosen by its place among the rows sorted by prompt length.
             places = jnp.argsort(jnp.argsort(minibatch.prompt_lengths)) if sorts(config) else jnp.arange(len(keys))
             minibatch = minibatch.replace(dropout_keys=keys[places])
         trained, metrics, _ = optimizer_step(
@@ -642,7 +642,7 @@ def eval_metrics(
       experience: from `make_experience`.
 
     Returns:
-      As `update`'s of one step, without those that need an optimizer step; each [] float32.
+      The metrics of one step of `update`, without those that need an optimizer step; each [] float32.
     """
     together = shares_prompts(models, config) and config.computes_groups
     experience = experience if together else split_groups(experience)

@@ -95,7 +95,8 @@ def text(config: Options, usage: str, everything: bool = False) -> str:
 
 
 def _pipeline(config: Pipeline, everything: bool) -> Iterator[str]:
-    """The options of a pipeline: its own, the policy's, and of the other stages what is theirs or set by the config."""
+    """The options of a pipeline: its own, the policy's, and those of the other stages that only they have or that the
+    config sets."""
     stages = {name: stage for name in STAGES if (stage := getattr(config, name)) is not None}
     policy = next((name for name, stage in stages.items() if isinstance(stage, PolicyConfig)), [*stages][-1])
     pipeline_options = [

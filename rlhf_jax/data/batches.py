@@ -212,5 +212,5 @@ class Batched(Generic[Batch]):
         return self.known_fingerprint or f"{len(self)} rows, {fingerprint(*self._sequences())[:16]}"
 
     def describe(self) -> dict[str, Any]:
-        """What is kept beside cached tokens, since it takes long to find out, of JSON types."""
+        """What is cached with the tokens because it takes long to compute, of JSON types."""
         return {"fingerprint": self.fingerprint}

@@ -91,7 +91,7 @@ def _column_fault(row: Mapping[str, Any], column: str, kind: str) -> str | None:
 
 
 def _content_fault(message: Mapping[str, Any]) -> str | None:
-    """Why the content of a message is no text; None if it is text, blocks of text, or absent beside tool calls."""
+    """Why the content of a message is not text; None if it is text, blocks of text, or absent beside tool calls."""
     content, calls = message.get("content"), message.get("tool_calls")
     if calls is not None and not (isinstance(calls, list) and all(isinstance(call, Mapping) for call in calls)):
         return f"'tool_calls' is {type_with_article(calls)}, not a list of objects"
@@ -169,8 +169,8 @@ def row_arguments(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _argument(row: Mapping[str, Any], column: str, kind: type, what: str) -> Any:
-    """A column's value, or that of its JSON text; None where it is null or empty text. Keys that a table fills with
-    null are left out; JSON text has none of those."""
+    """A column's value, parsed if it is JSON text; None if it is null or empty text. Keys that a table fills with null
+    are left out; JSON text has none of those."""
     value = row.get(column)
     if value is None or (isinstance(value, str) and not value.strip()):
         return None
@@ -301,8 +301,8 @@ class ChatTemplate:
         return None if date_from_kwargs else date
 
     def identity(self) -> Any:
-        """Everything that its texts depend on beside the conversation and the tokenizer, of JSON types; None if that
-        cannot be told: the template prints the time, or an argument is no plain value."""
+        """Everything that rendered texts depend on besides the conversation and the tokenizer, of JSON types; None if
+        it is not known: the template prints the time, or an argument is not a plain value."""
         if "strftime_now" in self._text:
             return None
         try:

@@ -161,8 +161,8 @@ def house_form(
 ) -> Rows:
     """Rows with conversations as lists of messages. A note of the rows names what was converted.
 
-    Text is taken as JSON text of messages by the first value of a column, in the first of `columns` that there is; in
-    the others only where the first holds conversations.
+    The first value of a column decides whether its texts are JSON text of messages. If the first existing column of
+    `columns` holds plain texts, JSON text in the others is not converted.
 
     Args:
       columns: that may hold conversations, the prompt's first.

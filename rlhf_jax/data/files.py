@@ -109,7 +109,7 @@ class _Mapped(Sequence[Any]):
 
 
 def _slice(table: Sequence[Any], start: int, stop: int) -> list[Any]:
-    """Rows start .. stop - 1 of a table, which has so many."""
+    """Rows start .. stop - 1 of a table that has at least `stop` rows."""
     if isinstance(table, Chained):
         parts = zip(table.parts, table.starts.tolist(), strict=False)
         spans = [(part, max(start - first, 0), min(stop - first, len(part))) for part, first in parts]
@@ -627,7 +627,7 @@ def chain(files: Sequence[Rows], name: str) -> Rows:
         part, place = table.place(index)
         return files[part].location(place)
 
-    # A small file has no fingerprint beside a large one: its content does.
+    # A small file beside a large one has no fingerprint: its content takes the place of one.
     prints = [[list(file)] if file.fingerprint is None else file.fingerprint for file in files]
     try:
         fingerprint = None if all(file.fingerprint is None for file in files) else json.loads(json.dumps(prints))

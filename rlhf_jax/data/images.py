@@ -370,7 +370,7 @@ def holds_images(rows: Rows, columns: Sequence[str]) -> bool:
 
 
 def holds_decoded(rows: Rows, columns: Sequence[str]) -> bool:
-    """Whether the first rows have images that are no text, which could be a file's name or anything else."""
+    """Whether the first rows have images that are not texts; a text could be a file's name or anything else."""
     column, first = image_column(rows), itertools.islice(encoded(rows), _FIRST)
     for row in first if column else ():
         value = None if isinstance(row, MalformedRow) else row.get(column)
@@ -439,13 +439,13 @@ def read_row(
 ) -> ImageRow:
     """The conversations and images of a row.
 
-    As in TRL, images of the row's column take the places of its blocks of type 'image' without an image of their own;
-    where the first message of the user is text they stand before it.
+    As in TRL, images of the row's column fill its blocks of type 'image' that have no image; if the first message of
+    the user is text, they are put before it.
 
     Args:
       columns: of its conversations, in the order of the text.
       folder: of the data file, which paths of images may be relative to.
-      fault: why the row, with each block as text, is no conversation of the kind that is asked for, or None.
+      fault: why the row, with each block as text, is not a conversation of the requested kind; None if it is.
 
     Raises:
       ImageError: says what is wrong.

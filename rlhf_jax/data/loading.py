@@ -35,9 +35,10 @@ class BuiltIn(NamedTuple):
     Attributes:
       load: (kind, split, size, seed) -> a datasets.Dataset.
       sizes: default number of rows of each split.
-      cached_rows: rows from which making them takes longer than reading them from a cache; None: they never are cached.
+      cached_rows: number of rows from which making them takes longer than reading them from a cache; None: they are
+        never cached.
       note: of the rows, for the report on the data.
-      identity: what the rows depend on beside these arguments and the code, of JSON types.
+      identity: what the rows depend on besides these arguments and the code, of JSON types.
     """
 
     load: Callable[[str, str, int | None, int], Any]

@@ -138,7 +138,7 @@ class Shares:
     """Data sets that have shares of an epoch's rows by weight.
 
     An epoch has as many rows as all sets together. A set takes its share of them from permutations of its own rows, one
-    after the other, which go on in the next epoch: no row is repeated before all of its set have been used.
+    after the other, and continues them in the next epoch: no row is repeated before all rows of its set have been used.
     """
 
     sizes: tuple[int, ...]

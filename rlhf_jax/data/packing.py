@@ -20,8 +20,8 @@ from rlhf_jax.data.ragged import Ragged, lengths_of
 def best_fit_decreasing(lengths: Sequence[int], width: int) -> list[list[int]]:
     """Groups sequences into rows of at most `width` tokens, as TRL's packing_strategy 'bfd'.
 
-    The longest sequence that is left goes into the row with the least room that suffices, the oldest of several;
-    without one it begins a row (best-fit decreasing; Ding et al. 2024, arXiv:2404.10830).
+    The longest remaining sequence goes into the fullest row that has room for it, the oldest of several; if there is
+    none, it begins a row (best-fit decreasing; Ding et al. 2024, arXiv:2404.10830).
 
     Args:
       lengths: of the sequences, 1 to `width` each.

@@ -88,7 +88,8 @@ class PairData(batches.Batched[PairBatch]):
 
 
 def _pair_fault(row: Any, fault: str | None, chosen: str, rejected: str, margin: str | None) -> str | None:
-    """`fault`, or what else is wrong with a row whose columns have none; None if it is a pair."""
+    """Why a row is not a pair: `fault`, or if that is None, equal texts or a margin that is no number; None if it is a
+    pair."""
     if fault is None and row[chosen] == row[rejected]:
         return f"{chosen!r} and {rejected!r} are the same"
     if fault is None and margin is not None:

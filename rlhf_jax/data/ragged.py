@@ -67,7 +67,7 @@ class Ragged(Sequence[np.ndarray]):
         return values[offsets[place] : offsets[place + 1]]
 
     def values(self) -> Iterator[np.ndarray]:
-        """The numbers of all sequences in order, many at a time where all of a chunk are held."""
+        """The numbers of all sequences in order, a whole chunk at a time if no rows were selected."""
         if self._rows is None:
             for offsets, values in self._chunks:
                 yield values[offsets[0] : offsets[-1]]

@@ -2,7 +2,7 @@
 
 A row is a function of (seed, index). The package makes row i of seed s from s + i, so that neighbouring seeds share
 their rows; here a hash of seed and block number is the package's seed of each block of rows. Splits share no question,
-whatever the seed: a hash of its text decides the split of a question.
+whatever the seed: the split of a question depends on a hash of its text.
 
 The column 'reasoning_gym' has what makes the row again, so that the package's own verifier can score answers to it. The
 package runs in a child process, reasoning_gym_worker.py.
@@ -65,7 +65,7 @@ class Source:
         `BOXED_PROMPT` for 'boxed', none for 'number' and 'text'.
       answer_format: what of a response is its answer: 'tag': the last <answer>...</answer>; 'boxed': the last
         \\boxed{}; 'number': the last number, as lm-eval's flexible-extract; 'text': all of it.
-      partial_scores: whether the verifier's scores between 0 and 1 stay; otherwise they are 0.
+      partial_scores: whether the verifier's scores between 0 and 1 are kept; otherwise they become 0.
     """
 
     task: str

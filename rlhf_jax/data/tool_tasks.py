@@ -113,7 +113,7 @@ def guess_row(rng: np.random.Generator, split: str) -> dict[str, Any]:
 
 
 def seeds_row(rng: np.random.Generator, split: str) -> dict[str, int]:
-    """{"seed"} of 'seeds', for environments that make everything else of it."""
+    """{"seed"} of 'seeds', for environments that derive everything else from it."""
     return {"seed": int(rng.integers(2**30)) * len(SIZES) + SPLITS.index(split)}
 
 

@@ -26,7 +26,7 @@ class Sampling:
       top_k, top_p, min_p, repetition_penalty: as in Hugging Face's `GenerationConfig`, applied in its order.
       stop_ids: tokens that end a response and are a part of it; empty: every response has T tokens.
       fill_id: token after the end; no mask is derived from it.
-      suppress_ids: tokens that are never sampled; log-probabilities are those of the distribution with them.
+      suppress_ids: tokens that are never sampled; log-probabilities are of the distribution that includes them.
     """
 
     max_new_tokens: int

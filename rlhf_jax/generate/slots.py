@@ -324,7 +324,7 @@ class _Decoder:
             mask = partial(self.automaton.mask, state=states.reshape(-1), left=left.reshape(-1))
         sampled, logprobs = self._sample(hidden, rows.keys[row_index], t, tokens, slots.seen, mask)
 
-        # A token counts if the drafts before it are what was sampled, and none of them ended the row.
+        # A token counts if the drafts before it equal the sampled tokens, and none of them ended the row.
         right = jnp.cumprod(tokens[:, 1:] == sampled[:, :-1], axis=1, dtype=jnp.int32)
         counts = jnp.concatenate([jnp.ones((size, 1), bool), right.astype(bool)], axis=1)
         stops = jnp.zeros_like(counts)

@@ -262,7 +262,7 @@ def hidden(
       tokens, mask: a row's unmasked columns are next to each other; masked ones return finite values without meaning.
       remat: as `scan_layers`.
       dropout_key: one key, or one a row; turns on the dropout of the config and of the adapters.
-      last: return only so many last columns, [B, last, D]; on one device the last layer computes only query, key and
+      last: return only this many last columns, [B, last, D]; on one device the last layer computes only query, key and
         value of the other columns.
       segment_ids: [B, S] int32, sequences packed into a row; None: one each.
       features: [B, N, D], of each row's images (see `vision.features`); None: the rows are text.

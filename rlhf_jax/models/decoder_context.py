@@ -1,6 +1,6 @@
 """What a forward pass runs with: the decoder's switches, dtype, layout on the mesh, adapters and dropout.
 
-A `Context` is made once, where a method of `Model` enters the decoder, and goes down to the layers as one object.
+A `Context` is made once, where a method of `Model` enters the decoder, and is passed down to the layers as one object.
 """
 
 from __future__ import annotations
@@ -108,8 +108,8 @@ class DropoutSite(enum.IntEnum):
 class Dropout:
     """Rates by site, and a PRNG key for each row.
 
-    A mask belongs to a row's key and to a token's position, so that it depends neither on the rows beside it nor on the
-    padding around it: micro-batches are as wide as their rows need.
+    A mask is a function of a row's key and of a token's position, so that it depends neither on the rows beside it nor
+    on the padding around it: micro-batches are as wide as their rows need.
     """
 
     keys: Array  # [B] typed
@@ -189,7 +189,7 @@ class Context:
     attn_implementation: str = "blocked"  # of attention over whole rows: 'blocked', 'cudnn' or 'splash'
     dropout: Dropout | None = None
     layer: int | Array = 0
-    last: int | None = None  # the layer returns only so many last columns; None: all
+    last: int | None = None  # the layer returns only this many last columns; None: all
 
     @property
     def held_heads(self) -> int:

@@ -88,8 +88,8 @@ class Model:
 
     @classmethod
     def from_hf_config(cls, config: dict[str, Any], where: str = "config.json", *, images: bool = False) -> Model:
-        """The model of a config.json; of one of images and text the text model, or with `images` all of it. A UserError
-        names the key, the value and `where` of what is not supported."""
+        """The model of a config.json; of a model of images and text only the text model, or with `images` all of it. A
+        UserError names the key, the value and `where` of what is not supported."""
         if images:
             family = IMAGE_FAMILIES.get(str(config.get("model_type")))
             if family is None:
@@ -165,10 +165,9 @@ class Model:
 
         Masked tokens count as id 0 and are never attended; positions count unmasked tokens, so padding on either side
         changes nothing. `dropout_key`: one key (each row's index is folded in), or [B] keys, one a row. `remat`: what
-        the backward pass recomputes, as `scan_layers`. `last`: return only so many last columns, [B, last, D]; on one
-        device the last layer computes no more than they need.
-        `segment_ids` [B, S] int32: sequences packed into a row, next to each other; positions and attention restart
-        where the id changes. `images`: of the rows.
+        the backward pass recomputes, as `scan_layers`. `last`: return only this many last columns, [B, last, D]; on one
+        device the last layer computes no more than they need. `segment_ids` [B, S] int32: sequences packed into a row,
+        next to each other; positions and attention restart where the id changes. `images`: of the rows.
         """
         options = {"remat": remat, "dropout_key": dropout_key, "last": last, "segment_ids": segment_ids}
         options["features"] = self.image_features(params, images, dtype, remat=remat, dropout_key=dropout_key)
@@ -177,7 +176,7 @@ class Model:
     def image_features(
         self, params: Params, images: Images | None, dtype: Any = jnp.float32, **options: Any
     ) -> Array | None:
-        """What stands in place of the embeddings of image tokens, see `vision.features`; None without images."""
+        """What replaces the embeddings of image tokens, see `vision.features`; None without images."""
         if images is None:
             return None
         return vision.features(self._context(dtype), params["backbone"], images, **options)

@@ -39,7 +39,7 @@ def export_model(
     """Writes a trained model. Every process must call it.
 
     A model that is trained in full goes to NAME/. Of one with adapters NAME/ has them merged and NAME_adapter/ is the
-    adapter; without export_merged NAME/ is the adapter. A base that is no checkpoint by itself is written to
+    adapter; without export_merged NAME/ is the adapter. A base that is not itself a checkpoint is written to
     NAME_base/.
 
     Args:

@@ -35,7 +35,7 @@ def open_guide(
       responses start from)
 
     Raises:
-      UserError: an expression is refused or needs more tokens than response_length; a row's is no text.
+      UserError: an expression is refused or needs more tokens than response_length; a row's expression is not text.
     """
     column, fixed = config.structured_outputs_regex_column, config.structured_outputs_regex
     if column is None and fixed is None:

@@ -45,7 +45,7 @@ class Source(NamedTuple):
 
     @property
     def files(self) -> str:
-        """The folder of a checkpoint's files; of an adapter that of its base."""
+        """The folder of a checkpoint's files; for an adapter, the folder of its base."""
         return str(hf.resolve_base(hf.resolve(str(self.path), self.revision, weights=False), weights=False)[0])
 
     @property

@@ -152,7 +152,7 @@ class Programs:
         return self.models.reference is not None
 
     def reference_params(self, state: TrainState | None = None) -> Params | None:
-        """The reference's params on the device: the state's where updates move it, else those of the start."""
+        """The reference's params on the device: the state's if updates move the reference, else the initial ones."""
         if state is not None and state.ref_params is not None:
             return state.ref_params
         return None if self.models.reference is None else sharding.resident(self.models.reference.params)
@@ -188,7 +188,7 @@ class Programs:
           temperature: None: the config's.
           group_size: responses to a prompt.
           rollout_state: of the rollout before, in training.
-          begun: what the P * group_size responses have already; None: what `rollout_state.unfinished` has, or nothing.
+          begun: what the P * group_size responses begin with; None: what `rollout_state.unfinished` has, or nothing.
 
         Returns:
           (Rollout of P * group_size rows, RolloutState for the next rollout). With `rollout_state.unfinished` rows of a
@@ -449,5 +449,5 @@ class Programs:
 
 
 def prompt_width(config: LengthOptions) -> int:
-    """Columns of the longest prompts that there may be."""
+    """Maximum prompt width in columns."""
     return max(config.length_buckets or (8 * math.ceil(config.query_length / 8),))

@@ -177,7 +177,7 @@ class RolloutStage(Stage):
         return (*self.opened.policy.suppress_ids, *self.suppress_ids)
 
     def _make_programs(self, loaded: rollout_models.LoadedModels, optimizer) -> Programs:
-        """The programs for these models; what they are compiled with is the form of params alone."""
+        """The programs for these models; only the shapes of params, not their values, are compiled in."""
         policy = self.opened.policy
         return Programs(
             context=self.context,
@@ -507,7 +507,7 @@ class RolloutStage(Stage):
 
 
 def refuse_options_of_adamw(config: OptimizerOptions) -> None:
-    """Refuses options that treat the critic apart beside an optimizer of the user's, which is used as it is.
+    """Refuses options for the critic's part of the optimizer if the user gives an optimizer, which is used as it is.
 
     Raises:
       UserError: names the option.

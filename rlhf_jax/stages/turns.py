@@ -1,4 +1,4 @@
-"""Responses of several turns: generate, call tools, go on with their results, for the rows that called.
+"""Responses of several turns: generate, call tools, and generate again after their results in the rows that called.
 
 The tokens of earlier turns are kept as they were sampled. Results of tools are part of the response, and its mask
 `Rollout.sampled` leaves them out. One program generates all turns. A turn that `rollout_max_steps` cuts continues while
@@ -40,7 +40,7 @@ class Conversations:
 
     Attributes:
       messages: of each of the H responses.
-      environments: of each of them; None: there are none.
+      environments: one for each response; None without environments.
       responses, calls, failures: of all processes: responses that are finished, calls of tools in them, and those that
         failed.
       seconds: that resets and calls took.
@@ -133,8 +133,8 @@ class _TurnResult(NamedTuple):
 
 @dataclasses.dataclass
 class _GoingOn:
-    """What responses that go on in the next update have besides their tokens: by row, of this process but `prompts` and
-    `counts`, which are of all."""
+    """What is stored besides tokens of responses that go on in the next update, by row: the rows of this process, but
+    of all processes in `prompts` and `counts`."""
 
     states: dict[int, _Row] = dataclasses.field(default_factory=dict)
     environments: dict[int, Any] = dataclasses.field(default_factory=dict)
@@ -144,8 +144,8 @@ class _GoingOn:
 
 @dataclasses.dataclass
 class _Batch:
-    """Responses of a rollout: those that this process holds, with the prompts' tokens and the environments of its own,
-    and the `counts` of all."""
+    """The responses of a rollout that this process holds, with the lengths of their prompts and their environments, and
+    the `counts` of all responses."""
 
     responses: _LocalResponses
     prompt_lengths: dict[int, int]
@@ -283,7 +283,7 @@ class Turns:
           unfinished: of the update before, with `held` and `began` as numpy arrays; None: all responses begin.
 
         Raises:
-          UserError: a reset failed, a prompt is too long, or a tool returned what is no text, on any process.
+          UserError: a reset failed, a prompt is too long, or a tool returned something other than text, on any process.
         """
         began = time.perf_counter()
         count, columns = len(rows), self._config.response_length
@@ -300,7 +300,7 @@ class Turns:
         earlier = self._going_on if goes_on.any() and self._going_on is not None else _GoingOn()
         environments, prompts_of = earlier.environments, earlier.prompts
         if self._environments is not None:
-            # After a resume those that go on come first, whose instances were the first of the checkpoint.
+            # After a resume the responses that go on come first: their instances were the first of the checkpoint.
             beginning = sorted(
                 (row for row in process_rows if resumes or not goes_on[row]), key=lambda row: not goes_on[row]
             )
@@ -350,7 +350,7 @@ class Turns:
         return Responses(rollout, state, placed, source, rows, conversations, present)
 
     def _keep(self, batch: _Batch, prompts: Mapping[int, _Prompt], later: Sequence[int]) -> None:
-        """Keeps what the responses `later` have besides their tokens, which go on in the next update."""
+        """Stores what the responses `later`, which go on in the next update, have besides their tokens."""
 
         def of(values: Mapping[int, Any]) -> dict[int, Any]:
             return {row: values[row] for row in later if row in values}
@@ -431,7 +431,7 @@ class Turns:
     # --- a turn
 
     def _call(self, batch: _Batch, ended: Sequence[int]) -> list[_TurnResult]:
-        """Makes the calls of turns that ended, each process those of its own rows, and takes over what was said.
+        """Makes the calls of turns that ended, each process for its own rows, and shares what was said.
 
         Args:
           ended: rows of this process whose turn ended.
@@ -440,7 +440,7 @@ class Turns:
           What was said in the responses of all processes.
 
         Raises:
-          UserError: a tool returned what is no text or not what is recorded, on any process.
+          UserError: a tool returned something other than text, or not what is recorded, on any process.
         """
         outcomes: list[_TurnResult] = []
         error = None

@@ -1,4 +1,4 @@
-"""Strict JSON: every digit of a number kept, NaN and the infinities as strings, no character that a terminal obeys."""
+"""Strict JSON: every digit of a number kept, NaN and the infinities as strings, no terminal control characters."""
 
 from __future__ import annotations
 

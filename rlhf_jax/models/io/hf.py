@@ -255,8 +255,8 @@ def open_params(
     kind: 'causal', 'scalar', 'backbone' (no head) or 'causal+scalar'. With `new_head` the scalar head is drawn from
     normal(head_std) by `head_seed` (default std initializer_range, as transformers), whatever the checkpoint has;
     without it a checkpoint that has no scalar head is refused. Heads that `kind` does not name are not opened.
-    `images`: of a model of images and text all of it, not the text model alone.
-    An adapter in PEFT's format is merged into its base on reading. UserError as `load`.
+    `images`: open all of a model of images and text, not the text model alone. An adapter in PEFT's format is merged
+    into its base on reading. UserError as `load`.
     """
     _check_kind(kind)
     folder, adapters = resolve_base(resolve(name_or_path, revision, subfolder))

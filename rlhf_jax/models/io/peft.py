@@ -57,8 +57,8 @@ class Config:
     task: str | None = None
 
     def untied_by(self, family: Any) -> str | None:
-        """The module of a language model that this adapter trains apart from the one that it is tied to in the base, so
-        that embedding and head become two in PEFT; None: it unties nothing."""
+        """The module of a language model, embedding or head, that this adapter trains although the base ties the two,
+        so that they become two in PEFT; None: it unties nothing."""
         tied = _tied_modules(family)
         names = [name for name in self.modules_to_save if name.rpartition(".")[2] in tied]
         if not names or self.task == TASKS["scalar"]:

@@ -158,7 +158,7 @@ def _open_shards(folder: Path, index: Path) -> dict[str, Source]:
 def write_file(path: Path, tensors: dict[str, np.ndarray]) -> None:
     """Writes tensors as one safetensors file. OSError where it cannot be written."""
     path.touch()
-    mode = path.stat().st_mode  # that of any new file: safetensors makes files that only their owner reads
+    mode = path.stat().st_mode  # of any new file: safetensors makes files that only their owner can read
     # transformers requires the "format" of the saved arrays.
     try:
         safetensors.numpy.save_file(tensors, path, metadata={"format": "pt"})
