@@ -45,7 +45,7 @@ from rlhf_jax.parallel.multihost import is_main
 from rlhf_jax.types import Params
 
 CONFIG = "config.json"
-KINDS = ("causal", "scalar", "backbone", "causal+scalar")
+KINDS = ("causal", "scalar", "backbone")
 _CAUSAL_HEADS = ("embed_out.weight", "lm_head.weight")  # the published name and that of transformers 5's module
 _SCORE, _SCALAR_WEIGHT, _SCALAR_BIAS = "score.weight", "scalar_head.weight", "scalar_head.bias"
 # A score's bias, which transformers has no place for and warns of; it shifts all scores alike.
@@ -245,16 +245,12 @@ def open_params(
     kind: str = "causal",
     revision: str | None = None,
     subfolder: str | None = None,
-    new_head: bool = False,
-    head_seed: int = 0,
-    head_std: float | None = None,
     images: bool = False,
 ) -> tuple[Model, Params]:
     """A checkpoint as (model, params), params stacked and not yet read: leaves of `shards`.
 
-    kind: 'causal', 'scalar', 'backbone' (no head) or 'causal+scalar'. With `new_head` the scalar head is drawn from
-    normal(head_std) by `head_seed` (default std initializer_range, as transformers), whatever the checkpoint has;
-    without it a checkpoint that has no scalar head is refused. Heads that `kind` does not name are not opened.
+    kind: 'causal', 'scalar' or 'backbone' (no head). The other heads are not opened; with 'scalar' a checkpoint without
+    a scalar head is refused.
     `images`: open all of a model of images and text, not the text model alone. An adapter in PEFT's format is merged
     into its base on reading. UserError as `load`.
     """
@@ -265,26 +261,15 @@ def open_params(
     loras = [peft.read(adapter, model) for adapter in adapters]
     replaced = {name for form, _ in loras for name in form.modules_to_save}
     leaves: Params = {"backbone": _backbone(model, sources, folder)}
-    heads = kind.split("+")
-    if "causal" in heads and not model.config.tie_word_embeddings:
+    if kind == "causal" and not model.config.tie_word_embeddings:
         if untied:  # the base's head is its embedding
             kernel = dataclasses.replace(leaves["backbone"]["embed_in"]["embedding"], transpose=True)
         else:
             kernel = None if "embed_out" in replaced else _causal_head(model, sources, folder)
         leaves["embed_out"] = {} if kernel is None else {"kernel": kernel}
-    if "scalar" in heads:
-        if "score" in replaced and not new_head:
-            leaves["score"] = {}
-        elif new_head:
-            std = model.config.initializer_range if head_std is None else head_std
-            # The same on every process.
-            noise = np.random.default_rng(head_seed).standard_normal((model.config.hidden_size, 1))
-            leaves["score"] = {"kernel": HostParam((std * noise).astype(np.float32))}
-        else:
-            leaves["score"] = _scalar_head(model, sources, folder, hf, offset)
+    if kind == "scalar":
+        leaves["score"] = {} if "score" in replaced else _scalar_head(model, sources, folder, hf, offset)
     for form, adapter in loras:
-        if new_head:
-            adapter = {key: value for key, value in adapter.items() if key != "score"}
         leaves = peft.add_to_leaves(leaves, form, adapter)
     return model, leaves
 
@@ -310,9 +295,9 @@ def load_shapes(
     _check_kind(kind)
     folder, adapters = resolve_base(resolve(name_or_path, revision, weights=False), weights=False)
     hf, model, *_ = _opened(folder, adapters, images)
-    heads = [head for head in kind.split("+") if head in HEADS]
+    heads = [kind] if kind in HEADS else []
     shapes = jax.eval_shape(lambda key: model.init(key, heads=heads), jax.random.key(0))
-    if "scalar" in heads and (_is_scalar_model(hf) or _has_score_bias(folder)):
+    if kind == "scalar" and (_is_scalar_model(hf) or _has_score_bias(folder)):
         shapes["score"]["bias"] = jax.ShapeDtypeStruct((1,), np.float32)
     return model, shapes
 
