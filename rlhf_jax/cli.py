@@ -73,7 +73,7 @@ def _unknown(command: str) -> str:
 
 
 def _train(argv: Sequence[str]) -> int:
-    """`train`. Help and what is wrong with a flag come before its module is imported, which takes seconds."""
+    """`train`. Help and errors in flags are printed before its module is imported, which takes seconds."""
     from rlhf_jax.config import command_line
     from rlhf_jax.errors import UserError
 

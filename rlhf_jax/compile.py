@@ -79,7 +79,7 @@ def compile_run(config, out: str | None) -> None:
         if (missing := report.missing_start(stage)) is not None:
             print(f"{name}: left out, since {missing} does not exist yet", flush=True)
             continue
-        mesh = memory.mesh_of(stage)
+        mesh = memory.stage_mesh(stage)
         if not can_foresee(mesh):
             print(f"{name}: left out, since a run compiles when it calls on a mesh of tensor alone", flush=True)
             continue

@@ -25,7 +25,6 @@ class MissingSplit(UserError):
 
     Args:
       source: name of the data set, such as 'tldr' or a folder.
-      split: the missing split.
       splits: names of its splits.
     """
 

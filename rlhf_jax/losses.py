@@ -88,8 +88,9 @@ LARGEST_LOG_RATIO = 80.0
 def importance_ratio(log_ratio: Array) -> Array:
     """exp(log_ratio), at most e^80.
 
-    The gradient is the ratio times that of log_ratio, above the bound too: that of a clipped ratio is 0, where that of
-    an infinite one were 0 * inf = nan, and an unclipped ratio of this size ends the run by the norm of its gradient.
+    The gradient is the ratio times the gradient of log_ratio, above the bound too. Where the ratio is clipped the
+    gradient is 0; with an infinite ratio it would be 0 * inf = nan. An unclipped ratio of this size ends the run by its
+    gradient norm.
 
     Args: log_ratio [...] float, logp - old, of a token or summed over a response. Returns float32 [...].
     Source: Schulman et al. 2017 (arXiv 1707.06347), section 3; the bound is ours.

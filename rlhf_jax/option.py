@@ -33,11 +33,11 @@ class Metadata(NamedTuple):
         it fails; 'rounding': it changes where and in which parts results are computed, which are equal up to rounding;
         'fixed'.
       path: names files, folders or something on the hub.
-      in_config_json: False: it is no property of the run and differs between its processes.
+      in_config_json: False: it differs between the processes of a run and is not a property of the run.
       lowers: the phases whose memory another value lowers, with the option's place among those of the phase, the
         cheapest first.
-      like: the class whose option of the same name this one is, with another default: it has the help text and the rest
-        of the metadata.
+      like: the class whose option of the same name this one repeats with another default; that one has the help text
+        and the rest of the metadata.
     """
 
     rare: bool = False

@@ -53,7 +53,7 @@ class Rollout(flax.struct.PyTreeNode):
 
 
 class ScoredRollout(flax.struct.PyTreeNode):
-    """A rollout with its scores: what an algorithm makes experience of."""
+    """A rollout with its scores, from which an algorithm makes experience."""
 
     rollout: Rollout
     scores: Array  # [B] float32, one per response

@@ -11,7 +11,7 @@ import re
 
 from rlhf_jax.algorithms.grpo_options import GRPOOptions
 from rlhf_jax.config import STAGES, Pipeline, StageConfig
-from rlhf_jax.config.help import Option, meaning, options_of, owners
+from rlhf_jax.config.help import Option, declared_options, meaning, owners
 from rlhf_jax.config.presets import PRESETS
 from rlhf_jax.evaluate.options import EvaluateConfig
 from rlhf_jax.option import describe_type, field_types, metadata
@@ -35,7 +35,7 @@ def tables() -> dict[type, list[str]]:
     """The classes that declare options, and the configs that have them."""
     configs = {**STAGES, "pipeline": Pipeline, "evaluate": EvaluateConfig}
     ordered = [StageConfig, *configs.values()]
-    classes = dict.fromkeys(owner for config in ordered for owner in owners(config) if options_of(owner))
+    classes = dict.fromkeys(owner for config in ordered for owner in owners(config) if declared_options(owner))
     return {owner: [name for name, config in configs.items() if issubclass(config, owner)] for owner in classes}
 
 
@@ -63,10 +63,10 @@ def page() -> str:
         path = owner.__module__.replace(".", "/")
         lines += [f"## {owner.__name__}", "", " ".join(owner.__doc__.split()), ""]
         lines += [f"`{path}.py`; in the config of {', '.join(configs)}.", ""]
-        for section, options in itertools.groupby(options_of(owner), key=lambda option: option.section):
+        for section, options in itertools.groupby(declared_options(owner), key=lambda option: option.section):
             lines += (
                 [f"### {section[:1].upper()}{section[1:]}", ""]
-                if len({o.section for o in options_of(owner)}) > 1
+                if len({o.section for o in declared_options(owner)}) > 1
                 else []
             )
             names = ["option", "type", "default", "resume", "meaning"]

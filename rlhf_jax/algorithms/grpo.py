@@ -38,7 +38,6 @@ def advantages(rewards: pg.Rewards, config: GRPOOptions) -> pg.Advantages:
 
     Args:
       rewards: of B responses.
-      config: a GRPOConfig.
     """
     keep, scores, trained = rewards.scorable, rewards.scores, rewards.trained_mask
     if config.multi_objective_aggregation == "normalize_then_sum":
@@ -234,7 +233,6 @@ def loss_and_metrics(
     Args:
       models: with whole params.
       micro: p groups.
-      config: a GRPOConfig.
       entropy_coef: [] float32, the adaptive coefficient; None: config.entropy_coef.
 
     Returns:
@@ -299,7 +297,7 @@ def loss_and_metrics(
         coef = config.entropy_coef if entropy_coef is None else entropy_coef
         mean = jnp.sum(jnp.where(selected, entropy, 0.0)) / pg.token_count(selected, n_selected, counts, config)
         loss = policy_loss - coef * mean
-    tally = tally_of(
+    tally = make_tally(
         actions,
         entropy=entropy,
         selected=selected,
@@ -317,7 +315,6 @@ def select(models: Models, minibatch: Experience, config: GRPOOptions) -> Array 
     Args:
       models: with whole params.
       minibatch: p groups.
-      config: a GRPOConfig.
     """
     if config.top_entropy_quantile == 1 or config.loss_aggregation == "token_mean_micro":
         return None
@@ -338,7 +335,6 @@ def next_entropy_control(control: Array, tally: Tally, config: GRPOOptions) -> A
     Args:
       control: [2], the coefficient and the entropy of the step before.
       tally: of `loss_and_metrics` in this step.
-      config: a GRPOConfig.
     """
     entropy = tally.sums["entropy_selected"] / jnp.maximum(tally.sums["selected"], 1.0)
     step = jnp.where(entropy <= config.entropy_target, config.entropy_coef_delta, -config.entropy_coef_delta)
@@ -352,7 +348,7 @@ def next_entropy_control(control: Array, tally: Tally, config: GRPOOptions) -> A
 # --- metrics
 
 
-def tally_of(
+def make_tally(
     actions: Actions, *, entropy: Array, selected: Array, sampler_difference: Array, present: Array, measured: Metrics
 ) -> Tally:
     """What `step_metrics` is made of, of a micro-batch.

@@ -2,7 +2,7 @@
 
 `MicroBatches.by_rows` cuts a batch into parts of as many rows, for `lax.scan`. `MicroBatches.by_tokens` cuts it into
 parts of at most `micro_batch_tokens` tokens, for `lax.while_loop`: rows of similar length share a part, and each part
-has one of a few shapes, each compiled once. An item is what micro-batches are made of: a row, or a group of responses
+has one of a few shapes, each compiled once. A micro-batch consists of items; an item is a row, or a group of responses
 to one prompt. Shape letters: M items, C prompt columns, T response columns.
 """
 

@@ -19,7 +19,7 @@ class Network(flax.struct.PyTreeNode):
     automaton: Automaton | None = None  # of guided responses, whose log-probabilities are of the tokens that it allows
 
     def with_trained(self, trained: Params) -> Network:
-        """The same with whole params: those that are trained, put into the base where there is one."""
+        """The network with whole params: the trained ones, put into the base if there is one."""
         params = trained if self.base is None else self.model.with_lora(self.base, trained)
         return self.replace(params=params, base=None)
 

@@ -38,7 +38,7 @@ def is_finite(tree: Any) -> Array:
     return jnp.all(jnp.stack(parts)) if parts else jnp.bool_(True)
 
 
-def causes_of(**trees: Any) -> Array:
+def find_causes(**trees: Any) -> Array:
     """Which of the named pytrees of arrays are not finite; the names are those of CAUSES.
 
     Returns:
@@ -55,7 +55,7 @@ def updates_enabled(state: TrainState, causes: Array, config: OptimizerOptions) 
 
     Args:
       state: before the update.
-      causes: [] int32, `causes_of` the experience.
+      causes: [] int32, of the experience, by `find_causes`.
       config: on_nonfinite, max_nonfinite.
 
     Returns:
@@ -100,7 +100,7 @@ def apply_if_finite(
       "nonfinite/steps_applied" [] int32})
     """
     old, norm = (params, opt_state), optax.tree.norm(grads)
-    causes = causes_of(loss=loss, gradient=norm)
+    causes = find_causes(loss=loss, gradient=norm)
 
     def apply(old, grads):
         return apply_gradients(optimizer, *old, grads, step)
@@ -111,7 +111,7 @@ def apply_if_finite(
         params, opt_state = _apply_if(steps_enabled, apply, old, grads)
     else:
         new = apply(old, grads)
-        causes = jnp.where(steps_enabled, causes | causes_of(optimizer=new), 0)
+        causes = jnp.where(steps_enabled, causes | find_causes(optimizer=new), 0)
         steps_enabled = steps_enabled & (causes == 0) & allowed
         params, opt_state = jax.tree.map(lambda a, b: jnp.where(steps_enabled, a, b), new, old)
     applied = steps_enabled.astype(jnp.int32)
@@ -144,7 +144,7 @@ def single_step_update(
     config: OptimizerOptions,
     counts: dict[str, Any],
 ) -> tuple[TrainState, Metrics]:
-    """An update of one optimizer step, as those of SFT and the reward model are.
+    """An update of one optimizer step, as in SFT and reward modelling.
 
     Args:
       state: before.
@@ -180,7 +180,7 @@ def finish_update(
 
     Args:
       state: before.
-      causes: [] int32, `causes_of` the whole update.
+      causes: [] int32, of the whole update, by `find_causes`.
       config: on_nonfinite, max_nonfinite.
       trained: fields of the state after the optimizer steps.
       counts: what is added to the state's counts.

@@ -154,8 +154,8 @@ class PolicyGradientOptions(
         None, rare=True, resume="rounding", lowers={"score": 3, "experience": 3, "update": 2, "evaluation": 3}
     )
     """Tokens per forward and backward pass, padding included, over all devices, in place of micro_batch_size rows. Rows
-    of like length share a pass, so that short responses are not padded to the longest. Log-probs and values are
-    computed so many tokens at a time too. Never changes the result."""
+    of similar length share a pass, so that short responses are not padded to the longest. Log-probs and values are
+    computed that many tokens at a time too. Never changes the result."""
 
     # --- the update
     num_mini_batches: PositiveInt = 1

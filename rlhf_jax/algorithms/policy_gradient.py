@@ -335,7 +335,7 @@ def update(
       state: donate it. With sync_ref_model its ref_params move too, with use_adaptive_entropy its entropy_control.
       experience: from `make_experience`.
       key: typed key of this update; it draws the order of the groups in each epoch, and dropout.
-      causes: [] int32, `nonfinite.causes_of` the scores; None: all are finite.
+      causes: [] int32, of the scores, by `nonfinite.find_causes`; None: all are finite.
 
     Returns:
       (state after B episodes, metrics averaged over optimizer steps as TRL averages its stats arrays). Once something
@@ -359,7 +359,7 @@ def update(
         minibatch = microbatch.sorted_by(rows, experience)
         if dropout_key is not None:
             keys = microbatch.row_keys(jax.random.fold_in(dropout_key, number), groups_per_step)
-            # A row's key is that of its place among the rows by prompt length.
+            # A row's key is chosen by its place among the rows sorted by prompt length.
             places = jnp.argsort(jnp.argsort(minibatch.prompt_lengths)) if sorts(config) else jnp.arange(len(keys))
             minibatch = minibatch.replace(dropout_keys=keys[places])
         trained, metrics, _ = optimizer_step(
@@ -613,7 +613,7 @@ def applied_entropy_coef(control: Array | None, config: PolicyGradientOptions) -
 
 
 def experience_causes(experience: Experience) -> Array:
-    """`nonfinite.causes_of` an experience, inside its masks: [] int32."""
+    """`nonfinite.find_causes` of an experience, inside its masks: [] int32."""
     trained = experience.trained_mask
 
     def inside(x: Array | None, mask: Array | None = trained) -> Array | tuple[()]:
@@ -621,7 +621,7 @@ def experience_causes(experience: Experience) -> Array:
             return ()
         return jnp.where(mask, x, 0.0) if x.ndim == 3 else x
 
-    return nonfinite.causes_of(
+    return nonfinite.find_causes(
         logprob=[inside(experience.logprobs), inside(experience.ref_logprobs)],
         value=inside(experience.values, experience.value_mask),
         advantage=inside(experience.advantages),
@@ -642,7 +642,7 @@ def eval_metrics(
       experience: from `make_experience`.
 
     Returns:
-      As `update`'s of one step, without those that need an optimizer step; each [] float32.
+      The metrics of one step of `update`, without those that need an optimizer step; each [] float32.
     """
     together = shares_prompts(models, config) and config.computes_groups
     experience = experience if together else split_groups(experience)

@@ -134,7 +134,7 @@ def logprobs_from_hidden(
     """
     automaton, *places = mask or (None,)
 
-    def of_chunk(params, rows):
+    def chunk_logprobs(params, rows):
         hidden, response, *places = rows
         if hidden.dtype == jnp.float32 and model.linear_logits:
             # Divides the few hidden states, not the many logits; in half precision that would round them once more.
@@ -147,7 +147,7 @@ def logprobs_from_hidden(
         logprobs = losses.logprobs_from_logits(logits, response)
         return logprobs, losses.entropy_from_logits(logits if entropy_gradient else jax.lax.stop_gradient(logits))
 
-    return map_logit_chunks(of_chunk, model, params, (hidden, response, *places))
+    return map_logit_chunks(chunk_logprobs, model, params, (hidden, response, *places))
 
 
 def logit_block(rows: int, positions: int, model) -> tuple[int, int]:

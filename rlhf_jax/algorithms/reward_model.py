@@ -38,7 +38,6 @@ def last_token_scores(model, params: Params, tokens: Array, mask: Array, last: A
       model, params: a scalar head.
       tokens, mask: [B, S].
       last: [B] int32, the position to score (that of eos).
-      dtype: compute dtype.
       remat: what the backward pass recomputes.
       key: [B] typed dropout keys, or None.
 
@@ -76,7 +75,6 @@ def score_rollout(model, params: Params, rollout, *, dtype, group_size: int = 1)
     Args:
       model, params: a scalar head.
       rollout: a Rollout.
-      dtype: compute dtype.
       group_size: adjacent rows that share a prompt, which is computed once for them.
 
     Returns:
@@ -132,7 +130,6 @@ def update(
       network: with a scalar head, and its base; state.params["model"] are trained.
       state: donate it.
       batch: as in `pair_scores`, with margin [B].
-      config: a RewardConfig.
       key: typed key of this step's dropout.
 
     Returns:

@@ -29,7 +29,6 @@ def advantages(rewards: pg.Rewards, config: RLOOOptions) -> pg.Advantages:
 
     Args:
       rewards: of B responses.
-      config: an RLOOConfig.
     """
     group_size, scorable, masked = rewards.group_size, rewards.scorable, rewards.masked
     scores, kl = rewards.scores, rewards.kl
@@ -79,7 +78,6 @@ def loss_and_metrics(
     Args:
       models: with whole params.
       micro: p groups.
-      config: an RLOOConfig.
       entropy_coef: not read: RLOO has no entropy bonus.
 
     Returns:

@@ -61,8 +61,8 @@ class GroupOptions(PolicyGradientOptions):
 
     @property
     def computes_groups(self) -> bool:
-        """Whether log-probs and updates compute a prompt once for all responses to it: shared_prompts, but not by
-        micro_batch_tokens where responses may be longer than prompts. A group is as wide as the longest of its
+        """Whether log-probs and updates compute a prompt once for all responses to it: shared_prompts, unless
+        micro_batch_tokens is set and responses may be longer than prompts. A group is as wide as the longest of its
         responses; single rows are not."""
         apart = self.micro_batch_tokens is not None and self.response_length > self.query_length
         return self.shared_prompts and not apart

@@ -55,7 +55,6 @@ def token_losses(
       model, params: a causal head.
       tokens: [B, S] int32, right-padded.
       lengths: [B] int32.
-      dtype: compute dtype.
       remat: recompute activations in the backward pass.
       dropout_key: [B] typed keys, or None for no dropout.
       segment_ids: [B, S] int32 of packed rows; None: a row is one sequence.
@@ -84,7 +83,6 @@ def update(
       network: with a causal head, and its base; state.params["model"] are trained.
       state: donate it.
       batch: with tokens [B, S], prompt_lengths [B], lengths [B], loss_mask and segment_ids [B, S] or None, images.
-      config: an SFTConfig.
       key: typed key of this step's dropout.
 
     Returns:
@@ -132,7 +130,6 @@ def evaluate(model, params: Params, batch, config: SFTOptions) -> tuple[Array, A
     Args:
       model, params: a causal head.
       batch: as in `update`; rows of length 0 are ignored.
-      config: an SFTConfig.
 
     Returns:
       (sum [] float32, count [] float32)

@@ -130,8 +130,8 @@ def for_devices(config: ConfigT, row_shards: int, platform: str) -> ConfigT:
     MICRO_TOKENS tokens. It stays None (the whole minibatch) with micro_batch_tokens, or if it would change the loss
     (loss_aggregation token_mean_micro).
 
-    gradient_checkpointing: policy dots on GPUs, which write and read what a scan keeps of each layer more slowly than
-    they compute most of it again; CPUs and TPUs do not (docs/benchmarks.md, "Predicted beside measured").
+    gradient_checkpointing: policy dots on GPUs, where writing and reading what a scan saves of each layer takes longer
+    than computing most of it again; on CPUs and TPUs it does not (docs/benchmarks.md, "Predicted beside measured").
 
     Args:
       row_shards: devices that rows are sharded over.

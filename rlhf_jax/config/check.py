@@ -27,8 +27,8 @@ def check(config: Config) -> None:
 
 
 def problems_of(options: Options) -> list[str]:
-    """A line for everything that is wrong with some options: values out of range, else what does not fit together,
-    since arithmetic on values out of range would mislead."""
+    """A line for each problem of some options: values out of range, or if there are none, options that do not fit
+    together, since arithmetic on values out of range would mislead."""
     return [*out_of_range(options)] or [*options.problems()]
 
 

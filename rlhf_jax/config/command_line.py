@@ -374,7 +374,8 @@ def value_from_words(name: str, hint: Any, words: Sequence[str]) -> Any:
 
 
 def _parse(name: str, hint: Any, word: str) -> Any:
-    """The value of one word; the word itself if it is none of that type, which `checked_value` then refuses."""
+    """The value of one word; a word that is not of that type is returned unchanged, for `checked_value` to refuse
+    it."""
     inner, optional = without_none(hint)
     if optional and word.lower() == "none":
         return None

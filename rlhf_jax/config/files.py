@@ -142,7 +142,8 @@ def shipped_config(name: str) -> pathlib.Path:
 
 
 def load_shipped(name: str) -> Config:
-    """The config of a shipped file, whatever files the working folder holds: for configs that change a part of it."""
+    """The config of a shipped file, even if the working folder has a file of that name: for configs that change a part
+    of it."""
     return load_config(str(shipped_config(name)))
 
 
@@ -246,7 +247,8 @@ def _run_file(path: pathlib.Path, variant: str | None) -> Config:
 
 
 def _explain(path: pathlib.Path, error: BaseException) -> str:
-    """One line for an exception in a config file; for an unknown field, with what TRL's name became or the nearest."""
+    """One line for an exception in a config file; for an unknown field, with the field that replaces TRL's name or the
+    nearest fields."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename == str(path)]
     where = f"{path}, line {frames[-1].lineno}" if frames else str(path)
     try:

@@ -30,7 +30,7 @@ class Option:
 
 
 @functools.cache
-def options_of(config: type) -> tuple[Option, ...]:
+def declared_options(config: type) -> tuple[Option, ...]:
     """The options that a class itself defines, in order; without a help text if it only changes a default."""
     try:
         source = textwrap.dedent(inspect.getsource(config))
@@ -56,7 +56,7 @@ def owners(config_type: type) -> list[type]:
 
 def meaning(config_type: type, name: str) -> str:
     """The help text of an option, from the nearest class that has one: a class that only changes a default has none."""
-    options = (option for owner in owners(config_type) for option in options_of(owner))
+    options = (option for owner in owners(config_type) for option in declared_options(owner))
     text = next((option.meaning for option in options if option.name == name and option.meaning), "")
     like = metadata(config_type, name).like
     return text if text or like is None else meaning(like, name)
@@ -65,9 +65,9 @@ def meaning(config_type: type, name: str) -> str:
 def groups(config_type: type) -> dict[str, list[Option]]:
     """Options by section, those of the class itself first; each once, in the section where it is declared."""
     by_section: dict[str, list[Option]] = {}
-    declared = {option.name: owner for owner in owners(config_type) for option in options_of(owner)}
+    declared = {option.name: owner for owner in owners(config_type) for option in declared_options(owner)}
     for owner in owners(config_type):
-        for option in options_of(owner):
+        for option in declared_options(owner):
             if declared[option.name] is owner:
                 text = meaning(config_type, option.name)
                 by_section.setdefault(option.section, []).append(Option(option.section, option.name, text))
@@ -95,7 +95,8 @@ def text(config: Options, usage: str, everything: bool = False) -> str:
 
 
 def _pipeline(config: Pipeline, everything: bool) -> Iterator[str]:
-    """The options of a pipeline: its own, the policy's, and of the other stages what is theirs or set by the config."""
+    """The options of a pipeline: its own, the policy's, and those of the other stages that only they have or that the
+    config sets."""
     stages = {name: stage for name in STAGES if (stage := getattr(config, name)) is not None}
     policy = next((name for name, stage in stages.items() if isinstance(stage, PolicyConfig)), [*stages][-1])
     pipeline_options = [

@@ -1,6 +1,6 @@
 """The config of each stage, and Pipeline. Names are TRL's. Every field is a flag of the same name.
 
-A config inherits the options of the rooms that the stage is made of; what two rooms' options say together is checked
+A config inherits the options of the packages that the stage uses; rules between options of two packages are checked
 here."""
 
 from __future__ import annotations

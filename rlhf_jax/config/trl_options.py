@@ -45,7 +45,7 @@ class Table:
 
 @dataclasses.dataclass(frozen=True)
 class Argument:
-    """An argument of the constructors of some of TRL's trainers, and what stands in its place."""
+    """An argument of the constructors of some of TRL's trainers, and what replaces it here."""
 
     name: str
     trainers: list[str]

@@ -22,7 +22,7 @@ from typing import NamedTuple
 import numpy as np
 
 from rlhf_jax.data.fast_tokenizer import EOS, PAD, UNK, word_level_tokenizer
-from rlhf_jax.data.splits import SPLITS, split_of
+from rlhf_jax.data.splits import SPLITS, assigned_split
 from rlhf_jax.errors import MissingSplit, UserError
 
 MIN_TERMS, MAX_TERMS = 3, 8
@@ -72,17 +72,17 @@ def make_problem(rng: np.random.Generator, split: str) -> Problem:
     """A random sum of a split."""
     while True:
         problem = random_problem(rng, int(rng.integers(MIN_TERMS, MAX_TERMS + 1)))
-        if split_of(problem.expression) == split:
+        if assigned_split(problem.expression) == split:
             return problem
 
 
-def worked_steps(problem: Problem, rng: np.random.Generator | None = None, error_rate: float = 0.0) -> list[str]:
-    """The steps of a solution, as ['7+5=12', '12-8=4', '4+3=7']; each is wrong with probability `error_rate`."""
+def worked_steps(problem: Problem, rng: np.random.Generator) -> list[str]:
+    """The steps of a solution, as ['7+5=12', '12-8=4', '4+3=7']; each is wrong with probability ERROR_RATE."""
     sums = np.cumsum(problem.terms)
     steps, offset = [], 0
     for i, term in enumerate(problem.terms[1:], 1):
         before = int(sums[i - 1]) + offset
-        if error_rate and rng.random() < error_rate:
+        if rng.random() < ERROR_RATE:
             # Also with later steps right, no result is below 0 or beyond the vocabulary.
             low, high = int(sums[i:].min()) + offset, int(sums[i:].max()) + offset
             possible = [error for error in ERRORS if low + error >= 0 and high + error <= LARGEST_RESULT]
@@ -91,16 +91,11 @@ def worked_steps(problem: Problem, rng: np.random.Generator | None = None, error
     return steps
 
 
-def make_solution(
-    problem: Problem,
-    rng: np.random.Generator | None = None,
-    error_rate: float = 0.0,
-    other_format_rate: float = 0.0,
-) -> str:
-    """A worked solution, with wrong steps and other formats at these rates; by default the right one."""
-    steps = worked_steps(problem, rng, error_rate)
+def make_solution(problem: Problem, rng: np.random.Generator) -> str:
+    """A worked solution: wrong steps at ERROR_RATE, other formats at OTHER_FORMAT_RATE."""
+    steps = worked_steps(problem, rng)
     work, answer = "\n".join(steps), steps[-1].partition("=")[2]
-    if not other_format_rate or rng.random() >= other_format_rate:
+    if rng.random() >= OTHER_FORMAT_RATE:
         return f"<think>{work}</think>\\boxed{{{answer}}}"
     solutions = (f"{work}\n\\boxed{{{answer}}}", f"<think>{work}</think>{answer}", f"\\boxed{{{answer}}}")
     return solutions[int(rng.integers(len(solutions)))]
@@ -122,19 +117,12 @@ def prompts(size: int, *, split: str = "train", seed: int = 0) -> list[dict[str,
     return [{"prompt": problem.prompt, "solution": problem.solution} for _, (_, problem) in rows]
 
 
-def demonstrations(
-    size: int,
-    *,
-    split: str = "train",
-    seed: int = 0,
-    error_rate: float = ERROR_RATE,
-    other_format_rate: float = OTHER_FORMAT_RATE,
-) -> list[dict[str, str]]:
-    """Rows {"prompt", "completion", "solution"}; the completion has wrong steps and other formats at these rates."""
+def demonstrations(size: int, *, split: str = "train", seed: int = 0) -> list[dict[str, str]]:
+    """Rows {"prompt", "completion", "solution"}; the completions are those of `make_solution`."""
     return [
         {
             "prompt": problem.prompt,
-            "completion": make_solution(problem, rng, error_rate, other_format_rate),
+            "completion": make_solution(problem, rng),
             "solution": problem.solution,
         }
         for _, (rng, problem) in zip(range(size), _problems(split, seed), strict=False)

@@ -52,13 +52,14 @@ def folder() -> str:
     return os.path.join(datasets.config.HF_DATASETS_CACHE, "rlhf_jax")
 
 
-def key_of(parts: Any) -> str:
+def entry_key(parts: Any) -> str:
     """The key of an entry made from `parts`, of JSON types, by the code of this version."""
     return hashlib.sha256(json.dumps([_code(), parts], sort_keys=True).encode()).hexdigest()[:32]
 
 
 def _code() -> list[str]:
-    """What identifies the code that makes an entry: that of this room, and the libraries that make tokens of text."""
+    """Identifies the code that makes an entry: that of this package, and the versions of the libraries that tokenize
+    text."""
     digest = hashlib.sha256()
     for path in sorted(pathlib.Path(__file__).parent.glob("*.py")):
         digest.update(path.read_bytes())
@@ -67,7 +68,7 @@ def _code() -> list[str]:
 
 
 def cached(key: str, name: str, write: Callable[[str], dict[str, Any]]) -> Entry | None:
-    """The entry of a key. Where there is none, the first process to come makes it, and the others wait.
+    """The entry of a key. If there is none, the first process that asks for it makes it, and the others wait.
 
     Args:
       name: of the data set, for messages.
@@ -182,7 +183,7 @@ def _checksum(path: str) -> str:
 
 
 def file_fingerprint(path: str) -> str | None:
-    """What identifies the content of a file: its checksum, which is kept with the file's size and times, so that an
+    """Identifies the content of a file: its checksum, which is cached with the file's size and times, so that an
     unchanged file is not read again. None where the cache cannot be written."""
     stat = os.stat(path)
     identity = [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino, stat.st_dev]

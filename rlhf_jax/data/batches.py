@@ -194,7 +194,7 @@ class Batched(Generic[Batch]):
         """
         return self._make_batch(self.rows_of(seed, step, batch_size), local)
 
-    def of_rows(self, rows: np.ndarray, local: np.ndarray | slice = _ALL) -> Batch:
+    def batch_from_rows(self, rows: np.ndarray, local: np.ndarray | slice = _ALL) -> Batch:
         """Numpy batch of row indices `rows` [B]. `local` as `batch`."""
         return self._make_batch(rows, local)
 
@@ -212,5 +212,5 @@ class Batched(Generic[Batch]):
         return self.known_fingerprint or f"{len(self)} rows, {fingerprint(*self._sequences())[:16]}"
 
     def describe(self) -> dict[str, Any]:
-        """What is kept beside cached tokens, since it takes long to find out, of JSON types."""
+        """What is cached with the tokens because it takes long to compute, of JSON types."""
         return {"fingerprint": self.fingerprint}

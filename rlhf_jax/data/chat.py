@@ -60,7 +60,6 @@ def messages_fault(row: Any, columns: Sequence[str], kind: str) -> str | None:
 
     Args:
       row: of a data set whose first good row is a conversation.
-      columns: their names.
       kind: what the rows are, for messages: 'prompts', 'demonstrations' or 'pairs'.
     """
     if isinstance(row, MalformedRow):
@@ -92,7 +91,7 @@ def _column_fault(row: Mapping[str, Any], column: str, kind: str) -> str | None:
 
 
 def _content_fault(message: Mapping[str, Any]) -> str | None:
-    """Why the content of a message is no text; None if it is text, blocks of text, or absent beside tool calls."""
+    """Why the content of a message is not text; None if it is text, blocks of text, or absent beside tool calls."""
     content, calls = message.get("content"), message.get("tool_calls")
     if calls is not None and not (isinstance(calls, list) and all(isinstance(call, Mapping) for call in calls)):
         return f"'tool_calls' is {type_with_article(calls)}, not a list of objects"
@@ -170,8 +169,8 @@ def row_arguments(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _argument(row: Mapping[str, Any], column: str, kind: type, what: str) -> Any:
-    """A column's value, or that of its JSON text; None where it is null or empty text. Keys that a table fills with
-    null are left out; JSON text has none of those."""
+    """A column's value, parsed if it is JSON text; None if it is null or empty text. Keys that a table fills with null
+    are left out; JSON text has none of those."""
     value = row.get(column)
     if value is None or (isinstance(value, str) and not value.strip()):
         return None
@@ -208,7 +207,7 @@ def noting_unread(rows: Rows, columns: Sequence[str], template: ChatTemplate | N
             notes.update(dict.fromkeys(f"column {column!r} is not read: prompts are texts" for column in present))
             continue
         try:
-            names, row_template = row_arguments(row).keys() - {"chat_template", "documents"}, template.of_row(row)
+            names, row_template = row_arguments(row).keys() - {"chat_template", "documents"}, template.for_row(row)
         except ChatTemplateError:  # a bad row
             continue
         unread = {f"{name!r} of the data" for name in names if not row_template.reads(name)}
@@ -237,14 +236,13 @@ class ChatTemplate:
 
     def __init__(self, tokenizer: Tokenizer, kwargs: Mapping[str, Any] | None = None):
         """Args:
-          tokenizer: provides the template.
           kwargs: further arguments of apply_chat_template: variables of the template, 'chat_template', 'tools' and
             'documents'.
 
         Raises:
           UserError: the tokenizer has no template and `kwargs` has none, or an argument is reserved.
         """
-        self.tokenizer, self.kwargs, self._given = tokenizer, dict(kwargs or {}), dict(kwargs or {})
+        self.tokenizer, self.kwargs, self._unpinned_kwargs = tokenizer, dict(kwargs or {}), dict(kwargs or {})
         reserved = sorted(self.kwargs.keys() & _RESERVED_ARGUMENTS)
         if reserved:
             raise UserError(
@@ -265,7 +263,7 @@ class ChatTemplate:
             raise UserError(f"chat_template_kwargs: 'chat_template' is {self._text!r:.60}, not text")
         self.date = self._pin_date()
 
-    def of_row(self, row: Mapping[str, Any]) -> ChatTemplate:
+    def for_row(self, row: Mapping[str, Any]) -> ChatTemplate:
         """This template with the arguments of a row, which come before those of the config (see `row_arguments`).
 
         Raises:
@@ -275,7 +273,7 @@ class ChatTemplate:
         if not arguments:
             return self
         try:
-            return ChatTemplate(self.tokenizer, {**self._given, **arguments})
+            return ChatTemplate(self.tokenizer, {**self._unpinned_kwargs, **arguments})
         except UserError as error:
             raise ChatTemplateError(str(error)) from error
 
@@ -303,8 +301,8 @@ class ChatTemplate:
         return None if date_from_kwargs else date
 
     def identity(self) -> Any:
-        """Everything that its texts depend on beside the conversation and the tokenizer, of JSON types; None if that
-        cannot be told: the template prints the time, or an argument is no plain value."""
+        """Everything that rendered texts depend on besides the conversation and the tokenizer, of JSON types; None if
+        it is not known: the template prints the time, or an argument is not a plain value."""
         if "strftime_now" in self._text:
             return None
         try:
@@ -328,7 +326,6 @@ class ChatTemplate:
         Templates write a bos themselves where the model has one: encode the text without special tokens.
 
         Args:
-          messages: the conversation.
           generation_prompt: whether a response follows.
           column: where the messages come from, for errors.
 
@@ -347,7 +344,6 @@ class ChatTemplate:
         """Ids of a conversation, and which of them are the assistant's, by the template's {% generation %} blocks.
 
         Args:
-          messages: the conversation.
           column: where the messages come from, for errors.
 
         Returns:

@@ -46,7 +46,7 @@ def _is_message(message: Any) -> bool:
     return _is_sharegpt(message) or ("role" in message and bool({"content", "tool_calls"} & message.keys()))
 
 
-def _of_text(text: str) -> list[Any] | None:
+def _parse_messages(text: str) -> list[Any] | None:
     """The messages of their JSON text; None for any other text."""
     if not (text.lstrip().startswith("[") and text.rstrip().endswith("]")):
         return None
@@ -57,12 +57,12 @@ def _of_text(text: str) -> list[Any] | None:
     return messages if messages and all(map(_is_message, messages)) else None
 
 
-def forms_of(value: Any) -> set[str]:
+def convertible_forms(value: Any) -> set[str]:
     """The forms of a conversation that `as_messages` converts: 'JSON text', 'ShareGPT', 'one message'; empty for
     anything else."""
     forms = set()
     if isinstance(value, str):
-        value = _of_text(value)
+        value = _parse_messages(value)
         forms |= set() if value is None else {"JSON text"}
     if _is_message(value):
         value, forms = [value], {*forms, "one message"}
@@ -78,7 +78,7 @@ def as_messages(value: Any) -> Any:
       FormError: the speaker of a message is unknown, or a function call is no JSON.
     """
     if isinstance(value, str):
-        messages = _of_text(value)
+        messages = _parse_messages(value)
         value = value if messages is None else messages
     if _is_message(value):
         value = [value]
@@ -161,8 +161,8 @@ def house_form(
 ) -> Rows:
     """Rows with conversations as lists of messages. A note of the rows names what was converted.
 
-    Text is taken as JSON text of messages by the first value of a column, in the first of `columns` that there is; in
-    the others only where the first holds conversations.
+    The first value of a column decides whether its texts are JSON text of messages. If the first existing column of
+    `columns` holds plain texts, JSON text in the others is not converted.
 
     Args:
       columns: that may hold conversations, the prompt's first.
@@ -175,7 +175,7 @@ def house_form(
         sources = {whole: SHAREGPT, **sources}
     values = {source: first_value(rows, source) for source in sources.values()}
     first = next(iter(values.values()), None)
-    forms = {source: forms_of(value) for source, value in values.items()}
+    forms = {source: convertible_forms(value) for source, value in values.items()}
     if isinstance(first, str) and not next(iter(forms.values())):  # prompts of text
         forms = {source: kinds - {"JSON text"} for source, kinds in forms.items() if "JSON text" not in kinds}
     moves = {column for column, source in sources.items() if column != source and _is_conversation(values[source])}
@@ -195,7 +195,7 @@ def house_form(
 
 
 def _is_conversation(value: Any) -> bool:
-    return bool(forms_of(value)) or (isinstance(value, list) and bool(value) and _is_message(value[0]))
+    return bool(convertible_forms(value)) or (isinstance(value, list) and bool(value) and _is_message(value[0]))
 
 
 def first_value(rows: Rows, column: str) -> Any:

@@ -126,7 +126,7 @@ class DemoData(DemoRows):
         return f"{len(self)} rows, {digest.hexdigest()[:16]}"
 
 
-def completion_column_of(rows: Rows, columns: tuple[str, ...], column: str) -> str:
+def find_completion_column(rows: Rows, columns: tuple[str, ...], column: str) -> str:
     """The column of completions: 'summary' for OpenAI's posts that have no 'completion'."""
     if column == "completion" and column not in rows.column_names and columns == row_texts.TEMPLATE_COLUMNS:
         column = "summary"
@@ -234,7 +234,7 @@ class ConversationEncoder(_Encoder):
 
     def _ids(self, row: Any) -> tuple[list[int], list[int], np.ndarray | None]:
         """(prompt, all, which are the assistant's)"""
-        columns, template, encode = self.row_columns, self.template.of_row(row), self.tokenizer.encode
+        columns, template, encode = self.row_columns, self.template.for_row(row), self.tokenizer.encode
         prompt: list[int] = []
         if len(columns) == 2:
             messages = chat.text_messages(row[columns[0]])
@@ -258,9 +258,9 @@ class ConversationEncoder(_Encoder):
     def encode(self, rows: list[Any]) -> list[Encoded]:
         """As `tokenized.Encoder.encode`."""
         checked = [self._checked_ids(row) for row in rows]
-        return [self.columns_of(*ids) if fault is None else fault for ids, fault in checked]
+        return [self.token_columns(*ids) if fault is None else fault for ids, fault in checked]
 
-    def columns_of(self, prompt: list[int], ids: list[int], assistant: np.ndarray | None) -> dict[str, Any] | None:
+    def token_columns(self, prompt: list[int], ids: list[int], assistant: np.ndarray | None) -> dict[str, Any] | None:
         """The columns of a row's tokens, of which `assistant` are in the loss; None for one that is left out."""
         longest = self.max_length
         if len(prompt) > self.query_length or (len(ids) > longest and self.query_overflow == "drop"):
@@ -296,10 +296,10 @@ class ImageConversationEncoder(image_rows.ImageEncoder, ConversationEncoder):
         super().__init__(rows, tokenizer, columns, options)
         self.columns = {**self.columns, "mask": "mask", **image_rows.COUNTS}
         self.query_overflow = "drop"
-        self.reader = image_rows.RowReader(columns, processor, image_rows.folder_of(rows), self.messages_fault)
+        self.reader = image_rows.RowReader(columns, processor, image_rows.data_folder(rows), self.messages_fault)
 
     def _with_images(self, row: Any, read: image_rows.ImageRow) -> tuple[dict[str, Any] | None, int]:
-        processor, columns, template = self.reader.processor, self.row_columns, self.template.of_row(row)
+        processor, columns, template = self.reader.processor, self.row_columns, self.template.for_row(row)
         prompt: list[int] = []
         if len(columns) == 2:
             messages = read.messages[columns[0]]
@@ -310,10 +310,10 @@ class ImageConversationEncoder(image_rows.ImageEncoder, ConversationEncoder):
         messages = [message for column in columns for message in read.messages[column]]
         text = template.render(messages, generation_prompt=False, column=columns[-1])
         ids, tiles = processor.encode(text, read.sources, self.tokenizer)
-        return self.columns_of(prompt, ids, np.asarray(ids) != processor.image_token_id), tiles
+        return self.token_columns(prompt, ids, np.asarray(ids) != processor.image_token_id), tiles
 
     def _notes(self, tokenized: Tokenized) -> list[str]:
-        return [image_rows.note_of(tokenized), *super()._notes(tokenized)]
+        return [image_rows.image_note(tokenized), *super()._notes(tokenized)]
 
     def _images(self, tokenized: Tokenized) -> image_rows.DataImages:
         return self.reader.images(tokenized, None)
@@ -330,7 +330,7 @@ class TextEncoder(_Encoder):
     def __init__(self, rows: Rows, tokenizer: Tokenizer, options: DemonstrationOptions):
         super().__init__(tokenizer, options)
         self.prompt_columns = row_texts.prompt_columns(rows, options.prompt_column)
-        self.completion_column = completion_column_of(rows, self.prompt_columns, options.completion_column)
+        self.completion_column = find_completion_column(rows, self.prompt_columns, options.completion_column)
         # A summary begins without the space that follows "TL;DR:".
         own_name = options.completion_column == "summary"
         self.space = " " if self.completion_column == "summary" and not own_name else ""

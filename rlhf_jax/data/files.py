@@ -109,7 +109,7 @@ class _Mapped(Sequence[Any]):
 
 
 def _slice(table: Sequence[Any], start: int, stop: int) -> list[Any]:
-    """Rows start .. stop - 1 of a table, which has so many."""
+    """Rows start .. stop - 1 of a table that has at least `stop` rows."""
     if isinstance(table, Chained):
         parts = zip(table.parts, table.starts.tolist(), strict=False)
         spans = [(part, max(start - first, 0), min(stop - first, len(part))) for part, first in parts]
@@ -174,20 +174,13 @@ def _column_names(rows: Sequence[Any]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(key for row in rows if isinstance(row, Mapping) for key in row))
 
 
-def from_list(rows: Sequence[Any], name: str, locations: Sequence[str] | None = None) -> Rows:
-    """Rows of a list; elements that are no mapping become `MalformedRow`.
-
-    Args:
-      rows: the elements.
-      name: of the data set, for messages.
-      locations: of each row, for messages; default: 'NAME, row N'.
-    """
+def from_list(rows: Sequence[Any], name: str) -> Rows:
+    """Rows of a list; elements that are no mapping become `MalformedRow`. Messages call a row 'NAME, row N'."""
     rows = [
         row if isinstance(row, Mapping | MalformedRow) else MalformedRow(f"is {type_with_article(row)}, not an object")
         for row in rows
     ]
-    location = functools.partial(_numbered, name) if locations is None else locations.__getitem__
-    return Rows(name, rows, _column_names(rows), location)
+    return Rows(name, rows, _column_names(rows), functools.partial(_numbered, name))
 
 
 def is_columns(source: Any) -> bool:
@@ -385,7 +378,7 @@ def _cached_lines(
                 writer.write_batch(pa.record_batch([list(column) for column in zip(*batch)], schema=schema))
         return {"lines": are_lines, "columns": list(columns)}
 
-    entry = arrow_cache.cached(arrow_cache.key_of(fingerprint), path, write)
+    entry = arrow_cache.cached(arrow_cache.entry_key(fingerprint), path, write)
     if entry is None:
         return None
     table = JsonLines(entry.table)
@@ -534,7 +527,7 @@ def _read_table(path: str, suffix: str, text_columns: Collection[str]) -> Rows:
 
     with datasets_without_progress_bars() as datasets:
         if suffix in (".parquet", ".csv"):
-            if large and (entry := arrow_cache.cached(arrow_cache.key_of(fingerprint), path, write)) is not None:
+            if large and (entry := arrow_cache.cached(arrow_cache.entry_key(fingerprint), path, write)) is not None:
                 return from_dataset(entry.table, path, fingerprint)
             with _errors_of_the_file(path):
                 return from_dataset(datasets.Dataset(read()), path, fingerprint)
@@ -634,7 +627,7 @@ def chain(files: Sequence[Rows], name: str) -> Rows:
         part, place = table.place(index)
         return files[part].location(place)
 
-    # A small file has no fingerprint beside a large one: its content does.
+    # A small file beside a large one has no fingerprint: its content takes the place of one.
     prints = [[list(file)] if file.fingerprint is None else file.fingerprint for file in files]
     try:
         fingerprint = None if all(file.fingerprint is None for file in files) else json.loads(json.dumps(prints))

@@ -14,7 +14,7 @@ class Format:
     """New columns of texts, made of other columns: {"prompt": "Question: {question}\\nAnswer:"}.
 
     Raises:
-      UserError: it is no dict of texts, or a text names something else than columns in braces.
+      UserError: it is not a dict of texts, or a text has something other than column names in braces.
     """
 
     def __init__(self, columns: Any):
@@ -41,7 +41,7 @@ class Format:
         return list(self._parts)
 
     def __call__(self, row: Any) -> Any:
-        """The row with these columns; a `MalformedRow` where one that they need is no text or number."""
+        """The row with these columns; a `MalformedRow` where one that they need is neither text nor a number."""
         if not isinstance(row, Mapping):
             return row
         columns = {}

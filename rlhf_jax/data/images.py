@@ -124,7 +124,7 @@ def _loaded(image: Any) -> Any:
     return image
 
 
-def source_of(value: Any, folder: str | None = None) -> ImageSource:
+def image_source(value: Any, folder: str | None = None) -> ImageSource:
     """An image as a data set may give it: a PIL.Image, bytes, {"bytes", "path"} as `datasets` has it, a path, absolute
     or within `folder`, or an array [H, W] or [H, W, 1, 3 or 4] of uint8. ImageError for anything else."""
     if isinstance(value, Mapping):
@@ -280,7 +280,6 @@ def load_processor(
     """The image processor of a model.
 
     Args:
-      folder: of its files.
       name: where it comes from, for messages.
       image_token_id, tokens, size: of the model (see `ImageProcessor`).
 
@@ -329,7 +328,7 @@ def plain_processor(tokenizer: Tokenizer, *, image_token_id: int, tokens: int, s
 
 
 def _processor(hf: Any, name: str, tokenizer: Tokenizer, image_token_id: int, tokens: int, size: int) -> ImageProcessor:
-    image_token = image_token_of(tokenizer)
+    image_token = image_token_text(tokenizer)
     if tokenizer.hf.convert_tokens_to_ids(image_token) != image_token_id:
         raise UserError(
             f"tokenizer {tokenizer.name!r} has id {tokenizer.hf.convert_tokens_to_ids(image_token)} for {image_token}, "
@@ -343,14 +342,14 @@ def _processor(hf: Any, name: str, tokenizer: Tokenizer, image_token_id: int, to
     return ImageProcessor(hf, name, image_token, image_token_id, tokens, size, **texts)
 
 
-def image_token_of(tokenizer: Tokenizer) -> str:
+def image_token_text(tokenizer: Tokenizer) -> str:
     """The text of the image token."""
     return getattr(tokenizer.hf, "image_token", None) or "<image>"
 
 
-def image_token_id_of(tokenizer: Tokenizer) -> int:
+def find_image_token_id(tokenizer: Tokenizer) -> int:
     """The id of the image token; UserError where the tokenizer has none."""
-    token = image_token_of(tokenizer)
+    token = image_token_text(tokenizer)
     if token not in tokenizer.hf.get_vocab():
         raise UserError(f"the data has images, but tokenizer {tokenizer.name!r} has no token {token}")
     return int(tokenizer.hf.convert_tokens_to_ids(token))
@@ -359,7 +358,7 @@ def image_token_id_of(tokenizer: Tokenizer) -> int:
 # --- rows
 
 
-def column_of(rows: Rows) -> str | None:
+def image_column(rows: Rows) -> str | None:
     """The column of images; None where there is none."""
     return next((name for name in COLUMNS if name in rows.column_names), None)
 
@@ -367,12 +366,12 @@ def column_of(rows: Rows) -> str | None:
 def holds_images(rows: Rows, columns: Sequence[str]) -> bool:
     """Whether rows have images: a column of them, or among the first rows a conversation of `columns` with a block of
     type 'image'."""
-    return column_of(rows) is not None or _holds_blocks(rows, columns)
+    return image_column(rows) is not None or _holds_blocks(rows, columns)
 
 
 def holds_decoded(rows: Rows, columns: Sequence[str]) -> bool:
-    """Whether the first rows have images that are no text, which could be a file's name or anything else."""
-    column, first = column_of(rows), itertools.islice(encoded(rows), _FIRST)
+    """Whether the first rows have images that are not texts; a text could be a file's name or anything else."""
+    column, first = image_column(rows), itertools.islice(encoded(rows), _FIRST)
     for row in first if column else ():
         value = None if isinstance(row, MalformedRow) else row.get(column)
         for image in value if isinstance(value, list | tuple) else (value,):
@@ -440,14 +439,13 @@ def read_row(
 ) -> ImageRow:
     """The conversations and images of a row.
 
-    As in TRL, images of the row's column take the places of its blocks of type 'image' without an image of their own;
-    where the first message of the user is text they stand before it.
+    As in TRL, images of the row's column fill its blocks of type 'image' that have no image; if the first message of
+    the user is text, they are put before it.
 
     Args:
-      row: of the data set.
       columns: of its conversations, in the order of the text.
       folder: of the data file, which paths of images may be relative to.
-      fault: why the row, with each block as text, is no conversation of the kind that is asked for, or None.
+      fault: why the row, with each block as text, is not a conversation of the requested kind; None if it is.
 
     Raises:
       ImageError: says what is wrong.
@@ -536,7 +534,7 @@ def _block(
             raise ImageError(f"{where}: there is no image for a block of type 'image': the column has too few")
         value = waiting.pop(0)
     try:
-        sources.append(source_of(value, folder))
+        sources.append(image_source(value, folder))
     except ImageError as error:
         raise ImageError(f"image {len(sources) + 1}: {error}") from None
     return {"type": "image"}
@@ -609,7 +607,7 @@ COUNTS: dict[str, Kind] = {"images": "int", "tiles": "int"}
 """What an encoder counts of each row with images."""
 
 
-def note_of(tokenized: Tokenized) -> str:
+def image_note(tokenized: Tokenized) -> str:
     """A remark for the report."""
     counts = tokenized.numbers("images")
     if not counts.size:
@@ -632,7 +630,7 @@ class RowReader:
 
     def images(self, tokenized: Tokenized, column: str | None) -> DataImages:
         """The images of the rows that are kept, which are read when they are needed; `column` as `DataImages`."""
-        table, row_indices = tokenized.rows.table, tokenized.kept
+        table, row_indices = tokenized.rows.table, tokenized.kept_rows
         sources = Lazy(len(row_indices), lambda index: self.read(table[int(row_indices[index])]).sources)
         return DataImages(self.processor, sources, int(tokenized.numbers("tiles").max()), column)
 
@@ -668,7 +666,7 @@ class ImageEncoder:
         return [self._encoded(row) for row in rows]
 
 
-def folder_of(rows: Rows) -> str | None:
+def data_folder(rows: Rows) -> str | None:
     """The folder of a data file; None for data from elsewhere."""
     if os.path.isfile(rows.name):
         return os.path.dirname(storage.absolute(rows.name))

@@ -157,8 +157,6 @@ def load_instructions(kind: str, split: str = "train", size: int | None = None, 
     Args:
       kind: 'prompts' or 'demonstrations', which have no completions.
       split: train, validation or test.
-      size: number of rows.
-      seed: another one gives other rows.
 
     Returns:
       rows {"prompt": messages, "topic", and COLUMNS, null where they are not required}

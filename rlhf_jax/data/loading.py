@@ -35,9 +35,10 @@ class BuiltIn(NamedTuple):
     Attributes:
       load: (kind, split, size, seed) -> a datasets.Dataset.
       sizes: default number of rows of each split.
-      cached_rows: rows from which making them takes longer than reading them from a cache; None: they never are cached.
+      cached_rows: number of rows from which making them takes longer than reading them from a cache; None: they are
+        never cached.
       note: of the rows, for the report on the data.
-      identity: what the rows depend on beside these arguments and the code, of JSON types.
+      identity: what the rows depend on besides these arguments and the code, of JSON types.
     """
 
     load: Callable[[str, str, int | None, int], Any]
@@ -108,7 +109,7 @@ def _read_built_in(name: str, dataset: BuiltIn, kind: str, split: str, size: int
         write_table(dataset.load(kind, split, size, seed), folder)
         return {}
 
-    entry = arrow_cache.cached(arrow_cache.key_of(fingerprint), title, write)
+    entry = arrow_cache.cached(arrow_cache.entry_key(fingerprint), title, write)
     table = dataset.load(kind, split, size, seed) if entry is None else entry.table
     loaded_rows = from_dataset(table, title, fingerprint)
     return loaded_rows if dataset.note is None else loaded_rows.noted(dataset.note(table))
@@ -132,7 +133,6 @@ def load_rows(
     Args:
       source: hub name, local file (read as one split, whatever its name) or folder, the name of a built-in data set,
         or an object: a datasets.Dataset or DatasetDict, a pandas DataFrame, a list of dicts or a dict of lists.
-      split: split to load.
       split_option: option that sets it, for messages.
       kind: 'prompts', 'demonstrations' or 'pairs'; for the built-in data sets.
       dataset_config, dataset_revision: of a hub data set.

@@ -47,7 +47,7 @@ def load_training_rows(config: DataOptions, kind: str, dataset: Any = None) -> T
     entries = config.datasets
     if dataset is not None or entries is None:
         return TrainingRows(((load_train_split(config, kind, dataset), config),))
-    configs = [config.of_entry(entry) for entry in entries]
+    configs = [config.with_entry(entry) for entry in entries]
     formats = [Format(entry.get("format") or {}) for entry in entries]
     rows = [
         load_train_split(entry_config, kind, text_columns=form.columns)
@@ -75,9 +75,7 @@ def mixed(parts: Sequence[Data], weights: Sequence[float] | None, length_buckets
     """Several data sets of one kind as one.
 
     Args:
-      parts: the data sets.
       weights: of an epoch's rows; None: each row once an epoch.
-      length_buckets: as configured.
 
     Raises:
       UserError: some are conversations and some are texts.
@@ -140,7 +138,7 @@ class Shares:
     """Data sets that have shares of an epoch's rows by weight.
 
     An epoch has as many rows as all sets together. A set takes its share of them from permutations of its own rows, one
-    after the other, which go on in the next epoch: no row is repeated before all of its set have been used.
+    after the other, and continues them in the next epoch: no row is repeated before all rows of its set have been used.
     """
 
     sizes: tuple[int, ...]

@@ -96,7 +96,7 @@ class DataOptions(LengthOptions):
     completion_column = "completion"
     assistant_only_loss = completion_only_loss = False
 
-    def of_entry(self, entry: Mapping[str, Any]) -> Self:
+    def with_entry(self, entry: Mapping[str, Any]) -> Self:
         """The options of one data set of the mixture."""
         options = {NAMES.get(name, name): value for name, value in entry.items() if name not in OWN}
         if "parameters" in entry:
@@ -111,7 +111,7 @@ class DataOptions(LengthOptions):
         yield from problems
         for number, entry in enumerate(() if problems else self.datasets or (), 1):
             try:
-                lines = list(out_of_range(checked_types(self.of_entry(entry))))
+                lines = list(out_of_range(checked_types(self.with_entry(entry))))
             except UserError as error:
                 lines = [str(error)]
             yield from (f"datasets, entry {number}: {line}" for line in lines)

@@ -20,8 +20,8 @@ from rlhf_jax.data.ragged import Ragged, lengths_of
 def best_fit_decreasing(lengths: Sequence[int], width: int) -> list[list[int]]:
     """Groups sequences into rows of at most `width` tokens, as TRL's packing_strategy 'bfd'.
 
-    The longest sequence that is left goes into the row with the least room that suffices, the oldest of several;
-    without one it begins a row (best-fit decreasing; Ding et al. 2024, arXiv:2404.10830).
+    The longest remaining sequence goes into the fullest row that has room for it, the oldest of several; if there is
+    none, it begins a row (best-fit decreasing; Ding et al. 2024, arXiv:2404.10830).
 
     Args:
       lengths: of the sequences, 1 to `width` each.
@@ -112,14 +112,14 @@ def pack(data: DemoData, width: int, completion_only: bool) -> PackedDemoData:
     """
     lengths, shares = lengths_of(data.tokens), None
     if data.shares is None:
-        packs = Ragged.of_lists(best_fit_decreasing(lengths, width))
+        packs = Ragged.from_lists(best_fit_decreasing(lengths, width))
     else:  # a row is of one set, so that sets have their shares
         starts = np.concatenate([[0], np.cumsum(data.shares.sizes)]).tolist()
         sets = [
             [[start + index for index in row] for row in best_fit_decreasing(lengths[start:end], width)]
             for start, end in itertools.pairwise(starts)
         ]
-        packs = Ragged.of_lists([row for rows in sets for row in rows])
+        packs = Ragged.from_lists([row for rows in sets for row in rows])
         shares = dataclasses.replace(data.shares, sizes=tuple(len(rows) for rows in sets))
     share = data.report.tokens / (len(packs) * width)
     note = f"packed into {len(packs)} rows of {width} tokens, {share:.0%} full"

@@ -88,7 +88,8 @@ class PairData(batches.Batched[PairBatch]):
 
 
 def _pair_fault(row: Any, fault: str | None, chosen: str, rejected: str, margin: str | None) -> str | None:
-    """`fault`, or what else is wrong with a row whose columns have none; None if it is a pair."""
+    """Why a row is not a pair: `fault`, or if that is None, equal texts or a margin that is no number; None if it is a
+    pair."""
     if fault is None and row[chosen] == row[rejected]:
         return f"{chosen!r} and {rejected!r} are the same"
     if fault is None and margin is not None:
@@ -154,7 +155,7 @@ class PairEncoder:
     def _render(self, row: Any) -> tuple[str, str, str]:
         """Prompt with its generation prompt, chosen and rejected conversation. The prompt is "" without a prompt
         column: only the explicit one is known to end before a response."""
-        columns, template = self.prompt_columns, self.template.of_row(row)
+        columns, template = self.prompt_columns, self.template.for_row(row)
         prompt = chat.text_messages([message for column in columns for message in row[column]])
         text = template.render(prompt, generation_prompt=True, column=columns[0]) if prompt else ""
         chosen, rejected = (

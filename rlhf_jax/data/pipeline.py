@@ -24,7 +24,6 @@ def from_rows(
 
     Args:
       kind: PromptData, DemoData or PairData, whose `encoder` has the rules.
-      rows: of one data set.
       options: PromptOptions, DemonstrationOptions or PairOptions.
       processor: of a model that reads images, for rows with images.
 

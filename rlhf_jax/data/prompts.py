@@ -74,7 +74,7 @@ class PromptData(batches.Batched[PromptBatch]):
         if processor is not None:
             template = chat.ChatTemplate(tokenizer, options.chat_template_kwargs)
             fault = functools.partial(chat.conversation_fault, column=columns[0])
-            reader = image_rows.RowReader(columns[:1], processor, image_rows.folder_of(rows), fault)
+            reader = image_rows.RowReader(columns[:1], processor, image_rows.data_folder(rows), fault)
             encoder = ImagePromptEncoder(tokenizer, columns[:1], template, options, reader)
             return chat.noting_unread(rows, columns[:1], template), encoder
         conversational = len(columns) == 1 and chat.holds_conversations(rows, columns[0])
@@ -146,9 +146,9 @@ class PromptData(batches.Batched[PromptBatch]):
         columns = {name: [row.get(name) for row in read] for name in self.column_names}
         return columns if self.images is None else {**columns, **self.images.columns(rows)}
 
-    def some_raw(self, count: int = 100) -> list[dict[str, Any]]:
-        """The other columns of at most `count` rows, from all parts of the data."""
-        return [self.raw[i] for i in np.unique(np.linspace(0, len(self) - 1, count, dtype=np.int64)).tolist()]
+    def some_raw(self) -> list[dict[str, Any]]:
+        """The other columns of at most 100 rows, from all parts of the data."""
+        return [self.raw[i] for i in np.unique(np.linspace(0, len(self) - 1, 100, dtype=np.int64)).tolist()]
 
     @functools.cached_property
     def column_names(self) -> tuple[str, ...]:
@@ -190,7 +190,7 @@ class PromptEncoder:
             return chat.rendered_or_fault(
                 row,
                 lambda row: chat.conversation_fault(row, columns[0]),
-                lambda row: template.of_row(row).render(
+                lambda row: template.for_row(row).render(
                     chat.text_messages(row[columns[0]]), generation_prompt=True, column=columns[0]
                 ),
             )
@@ -233,7 +233,7 @@ class PromptEncoder:
 
     def data(self, tokenized: Tokenized, length_buckets: Sequence[int] | None) -> PromptData:
         """As `tokenized.Encoder.data`; texts and columns are read when they are needed."""
-        table, columns, row_indices = tokenized.rows.table, self.prompt_columns, tokenized.kept
+        table, columns, row_indices = tokenized.rows.table, self.prompt_columns, tokenized.kept_rows
         tokens = tokenized.ragged("tokens")
         buckets, report = row_texts.buckets_and_report(
             tokenized,
@@ -301,14 +301,14 @@ class ImagePromptEncoder(image_rows.ImageEncoder, PromptEncoder):
 
     def _with_images(self, row: Any, read: image_rows.ImageRow) -> tuple[dict[str, Any] | None, int]:
         (column,) = self.prompt_columns
-        text = self.template.of_row(row).render(read.messages[column], generation_prompt=True, column=column)
+        text = self.template.for_row(row).render(read.messages[column], generation_prompt=True, column=column)
         ids, tiles = self.reader.processor.encode(text, read.sources, self.tokenizer)
         if len(ids) > self.query_length:
             return None, tiles
         return {"tokens": ids, "text": text, "truncated": False, "begun": False}, tiles
 
     def _note(self, tokenized: Tokenized, dropped: int) -> str:
-        return image_rows.note_of(tokenized)
+        return image_rows.image_note(tokenized)
 
     def _conversation(self, row: Any) -> chat.Conversation:
         return self.reader.read(row).messages[self.prompt_columns[0]]
@@ -322,4 +322,4 @@ class ImagePromptEncoder(image_rows.ImageEncoder, PromptEncoder):
         return (*self.prompt_columns, *image_rows.COLUMNS)
 
     def _images(self, tokenized: Tokenized) -> image_rows.DataImages:
-        return self.reader.images(tokenized, image_rows.column_of(tokenized.rows))
+        return self.reader.images(tokenized, image_rows.image_column(tokenized.rows))

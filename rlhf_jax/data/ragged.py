@@ -34,19 +34,18 @@ class Ragged(Sequence[np.ndarray]):
             self.lengths = self.lengths[rows]
 
     @classmethod
-    def of_lists(cls, lists: Sequence[Sequence[int]]) -> Ragged:
+    def from_lists(cls, lists: Sequence[Sequence[int]]) -> Ragged:
         """A copy of sequences of whole numbers."""
         offsets = np.concatenate([[0], np.cumsum([len(sequence) for sequence in lists], dtype=np.int64)])
         values = np.fromiter((value for sequence in lists for value in sequence), np.int32, int(offsets[-1]))
         return cls([(offsets, values)])
 
     @classmethod
-    def of_column(cls, column: Any, rows: np.ndarray | None = None) -> Ragged:
+    def from_column(cls, column: Any, rows: np.ndarray | None = None) -> Ragged:
         """A view of an Arrow column of lists of int32, or of uint8 as bool.
 
         Args:
           column: pyarrow.ChunkedArray without nulls.
-          rows: as above.
         """
         chunks = []
         for chunk in column.chunks:
@@ -68,7 +67,7 @@ class Ragged(Sequence[np.ndarray]):
         return values[offsets[place] : offsets[place + 1]]
 
     def values(self) -> Iterator[np.ndarray]:
-        """The numbers of all sequences in order, many at a time where all of a chunk are held."""
+        """The numbers of all sequences in order, a whole chunk at a time if no rows were selected."""
         if self._rows is None:
             for offsets, values in self._chunks:
                 yield values[offsets[0] : offsets[-1]]

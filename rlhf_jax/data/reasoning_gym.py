@@ -2,7 +2,7 @@
 
 A row is a function of (seed, index). The package makes row i of seed s from s + i, so that neighbouring seeds share
 their rows; here a hash of seed and block number is the package's seed of each block of rows. Splits share no question,
-whatever the seed: a hash of its text decides the split of a question.
+whatever the seed: the split of a question depends on a hash of its text.
 
 The column 'reasoning_gym' has what makes the row again, so that the package's own verifier can score answers to it. The
 package runs in a child process, reasoning_gym_worker.py.
@@ -22,7 +22,7 @@ from importlib.util import find_spec
 from typing import Any, Literal, NamedTuple, get_args
 
 from rlhf_jax.data.reasoning_gym_worker import BLOCK, ROW_SECONDS
-from rlhf_jax.data.splits import split_of
+from rlhf_jax.data.splits import assigned_split
 from rlhf_jax.errors import MissingSplit, UserError
 from rlhf_jax.option import nearest
 from rlhf_jax.utils.json_worker import JsonWorker, NotStarted
@@ -65,7 +65,7 @@ class Source:
         `BOXED_PROMPT` for 'boxed', none for 'number' and 'text'.
       answer_format: what of a response is its answer: 'tag': the last <answer>...</answer>; 'boxed': the last
         \\boxed{}; 'number': the last number, as lm-eval's flexible-extract; 'text': all of it.
-      partial_scores: whether the verifier's scores between 0 and 1 stay; otherwise they are 0.
+      partial_scores: whether the verifier's scores between 0 and 1 are kept; otherwise they become 0.
     """
 
     task: str
@@ -197,7 +197,7 @@ def _rows(name: str, source: Source, split: str, size: int) -> list[tuple]:
     seen: set[str] = set()
     for count, row in enumerate(_stream(name, source)):
         question = row[2]
-        if split_of(question) == split and (split == "train" or question not in seen):
+        if assigned_split(question) == split and (split == "train" or question not in seen):
             seen.add(question)
             rows.append(row)
         if len(rows) == size or count == 40 * size + 1000:
@@ -213,7 +213,6 @@ def load_reasoning_gym(name: str, kind: str, split: str = "train", size: int | N
     Args:
       kind: 'prompts' or 'demonstrations', which have the completion too where the task has one right answer.
       split: train, validation or test.
-      size: number of rows.
       seed: added to the seed in the name.
 
     Returns:
@@ -286,7 +285,6 @@ def score(record: str, response: str) -> Scored:
 
     Args:
       record: the row's column 'reasoning_gym'.
-      response: text.
 
     Raises:
       UserError: the package is not installed, or another version of it makes another row.

@@ -54,7 +54,6 @@ def reward_tokens(
       ended: [B] bool, whether the response ended with eos.
       text_eos: append the tokenizer's eos to responses that ended, unless the text ends with it already (ignoring
         white space: templates close a message with a line feed). TRL appends none.
-      chat_template_kwargs: for the chat template.
       max_length: context length of the model.
       buckets: padded lengths; default: quarters of `max_length`. `max_length` is always a bucket, and the largest.
 

@@ -159,17 +159,15 @@ def buckets_and_report(
     """The length buckets of a data set and the report on its rows.
 
     Args:
-      tokenized: the tokens of all rows.
       *sequences: token sequences of the kept rows, one list for each column.
       length_buckets: as configured; None: `default_buckets`.
       limit: the options that limit lengths and their values, for the message.
-      note: remark for the report.
       template: a `chat.ChatTemplate`; None: the rows are texts.
 
     Raises:
       UserError: every row is too long, or the longest sequence fits no bucket.
     """
-    read, kept_count = len(tokenized.rows), len(tokenized.kept)
+    read, kept_count = len(tokenized.rows), len(tokenized.kept_rows)
     if not kept_count:
         raise UserError(
             f"{tokenized.rows.name}: all {read} rows are longer than {limit}; raise it, or use shorter texts"

@@ -83,13 +83,13 @@ def draw(problem: Problem, rng: np.random.Generator) -> np.ndarray:
     return picture
 
 
-def make_answer(problem: Problem, rng: np.random.Generator, error_rate: float, other_format_rate: float) -> str:
-    """An answer, wrong and in another format at these rates."""
+def make_answer(problem: Problem, rng: np.random.Generator) -> str:
+    """An answer: wrong at ERROR_RATE, in another format at OTHER_FORMAT_RATE."""
     answer = problem.solution
-    if rng.random() < error_rate:
+    if rng.random() < ERROR_RATE:
         wrong_answers = [choice for choice in QUESTIONS[problem.question] if choice != answer]
         answer = wrong_answers[rng.integers(len(wrong_answers))]
-    return answer if rng.random() < other_format_rate else f"\\boxed{{{answer}}}"
+    return answer if rng.random() < OTHER_FORMAT_RATE else f"\\boxed{{{answer}}}"
 
 
 def _problems(split: str, seed: int) -> Iterator[tuple[np.random.Generator, Problem]]:
@@ -108,19 +108,12 @@ def prompts(size: int, *, split: str = "train", seed: int = 0) -> list[dict[str,
     return [{name: row[name] for name in ("prompt", "image", "solution")} for row in rows]
 
 
-def demonstrations(
-    size: int,
-    *,
-    split: str = "train",
-    seed: int = 0,
-    error_rate: float = ERROR_RATE,
-    other_format_rate: float = OTHER_FORMAT_RATE,
-) -> list[dict[str, Any]]:
+def demonstrations(size: int, *, split: str = "train", seed: int = 0) -> list[dict[str, Any]]:
     """Rows {"prompt", "completion", "image", "solution"}; the image is a PNG, as `datasets` keeps it."""
     rows = []
     for _, (rng, problem) in zip(range(size), _problems(split, seed), strict=False):
         picture = draw(problem, rng)
-        answer = make_answer(problem, rng, error_rate, other_format_rate)
+        answer = make_answer(problem, rng)
         rows.append(
             {
                 "prompt": [{"role": "user", "content": problem.question}],

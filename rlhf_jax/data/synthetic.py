@@ -72,7 +72,7 @@ WRONG_OBJECT_SHARE = 0.2
 WORD_COST = 0.25
 """Penalty in the gold reward for each word that is not part of a kept fact."""
 LABEL_SHARPNESS = 6.0
-"""Preference labels follow sigmoid(sharpness * difference of gold rewards)."""
+"""Preference labels follow sigmoid(LABEL_SHARPNESS * difference of gold rewards)."""
 REPETITION_SHARE = 0.3
 """Share of the summaries in preference pairs that repeat facts."""
 SIZES = {"train": 16384, "validation": 2048, "test": 2048}
@@ -90,10 +90,10 @@ class Post(NamedTuple):
     facts: tuple[Fact, ...]
 
 
-def split_of(facts: Sequence[Fact]) -> str:
+def post_split(facts: Sequence[Fact]) -> str:
     """The split of posts with these facts. It does not depend on their order, the seed or fillers: splits are
     disjoint."""
-    return splits.split_of(repr(sorted(facts)))
+    return splits.assigned_split(repr(sorted(facts)))
 
 
 def _random_object(rng: np.random.Generator, verb: str) -> str:
@@ -105,7 +105,7 @@ def make_post(rng: np.random.Generator, split: str) -> Post:
     while True:
         count = int(rng.integers(MIN_FACTS, MAX_FACTS + 1))
         facts = tuple((verb, _random_object(rng, verb)) for verb in rng.permutation(list(FACTS))[:count].tolist())
-        if split_of(facts) == split:
+        if post_split(facts) == split:
             break
     opening, *fillers = rng.permutation(FILLERS)[: int(rng.integers(1, MAX_FILLERS + 1))].tolist()
     sentences = [f"i {verb} {obj}" for verb, obj in facts]
@@ -144,7 +144,7 @@ def _parse_fact(words: list[str]) -> Fact | None:
     return (words[0], words[1]) if len(words) == 2 and words[1] in FACTS.get(words[0], ()) else None
 
 
-def facts_of(prompt: str) -> tuple[Fact, ...]:
+def parse_facts(prompt: str) -> tuple[Fact, ...]:
     """The facts in a post, parsed from its text."""
     parts = parse_post(prompt)
     if parts is None:
@@ -169,7 +169,7 @@ class FactCounts(NamedTuple):
 def count_facts(prompt: str, completion: str) -> FactCounts:
     """Counts of one completion: facts of the post, distinct invented facts, and words that are not part of a kept
     fact, including those of invented, repeated and malformed facts."""
-    facts = set(facts_of(prompt))
+    facts = set(parse_facts(prompt))
     claimed = {fact for part in completion.split(";") if (fact := _parse_fact(part.split())) is not None}
     kept_count = len(claimed & facts)
     words = len(re.findall(r"[^\s;]+", completion))
@@ -199,18 +199,11 @@ def prompts(size: int, *, split: str = "train", seed: int = 0) -> list[dict[str,
     return [{"prompt": post.prompt} for _, (_, post) in zip(range(size), _posts("prompts", split, seed), strict=False)]
 
 
-def demonstrations(
-    size: int,
-    *,
-    split: str = "train",
-    seed: int = 0,
-    drop_rate: float = DROP_RATE,
-    invent_rate: float = INVENT_RATE,
-) -> list[dict[str, str]]:
-    """Rows {"prompt", "completion"}, with summaries that drop and invent facts at these rates."""
+def demonstrations(size: int, *, split: str = "train", seed: int = 0) -> list[dict[str, str]]:
+    """Rows {"prompt", "completion"}, with summaries that drop facts at DROP_RATE and invent them at INVENT_RATE."""
     rows = zip(range(size), _posts("demonstrations", split, seed), strict=False)
     return [
-        {"prompt": post.prompt, "completion": make_summary(rng, post.facts, drop_rate, invent_rate)}
+        {"prompt": post.prompt, "completion": make_summary(rng, post.facts, DROP_RATE, INVENT_RATE)}
         for _, (rng, post) in rows
     ]
 
@@ -225,11 +218,10 @@ def _maybe_repeat(rng: np.random.Generator, summary: str) -> str:
     return ";".join([*parts, *(" " + part.strip() for part in repeated)])
 
 
-def preference_pairs(
-    size: int, *, split: str = "train", seed: int = 0, sharpness: float = LABEL_SHARPNESS
-) -> list[dict[str, str]]:
+def preference_pairs(size: int, *, split: str = "train", seed: int = 0) -> list[dict[str, str]]:
     """Rows {"prompt", "chosen", "rejected"}: two different summaries with random drop and invent rates, labelled by
-    Bradley-Terry: the first is chosen with probability sigmoid(sharpness * difference of gold rewards)."""
+    Bradley-Terry: the first is chosen with probability sigmoid(LABEL_SHARPNESS * difference of gold
+    rewards)."""
     rows = []
     for _, (rng, post) in zip(range(size), _posts("pairs", split, seed), strict=False):
         first = second = ""
@@ -238,7 +230,7 @@ def preference_pairs(
             first, second = (_maybe_repeat(rng, make_summary(rng, post.facts, *pair)) for pair in rates)
         first_reward, second_reward = gold_reward([post.prompt] * 2, [first, second])
         # sigmoid(x) = (1 + tanh(x / 2)) / 2, without overflow
-        if rng.random() >= 0.5 + 0.5 * np.tanh(sharpness * (first_reward - second_reward) / 2):
+        if rng.random() >= 0.5 + 0.5 * np.tanh(LABEL_SHARPNESS * (first_reward - second_reward) / 2):
             first, second = second, first
         rows.append({"prompt": post.prompt, "chosen": first, "rejected": second})
     return rows

@@ -9,7 +9,6 @@ from typing import NamedTuple
 _MAX_MISSES = 16
 _MAX_EXCESS = 16
 
-Encode = Callable[[str], list[int]]
 EncodeBatch = Callable[[Sequence[str]], list[list[int]]]
 
 
@@ -46,7 +45,7 @@ Search = Generator[list[str], list[list[int]], Cut | None]
 
 
 def _search(parts: PostParts, max_tokens: int) -> Search:
-    """`truncate_post`, asking for ids."""
+    """The truncation of one post, asking for ids."""
     post = parts.post
 
     def texts(lengths: Sequence[int]) -> list[str]:
@@ -87,7 +86,21 @@ def _search(parts: PostParts, max_tokens: int) -> Search:
 
 
 def truncate_posts(posts: Sequence[PostParts], encode_batch: EncodeBatch, max_tokens: int) -> list[Cut | None]:
-    """`truncate_post` of several posts, many texts at a time, which the tokenizer's threads share."""
+    """OpenAI's truncation (N+ `process_query`) of each post: while the formatted post has more than `max_tokens`
+    tokens, cut it before its last newline, or without one drop its last character, and tokenize again.
+
+    All candidates are prefixes of the post, so interpolation finds the longest that fits. Tokens are not quite
+    monotonic in the prefix length, since cutting a word can add a few; so longer candidates are tried too, until
+    `_MAX_MISSES` in a row are too long, or one is by more than `_MAX_EXCESS` tokens. Each call of `encode_batch` has
+    candidates of all posts, so that the tokenizer's threads share them.
+
+    Args:
+      encode_batch: texts -> the ids of each, no special tokens.
+      max_tokens: maximum number of ids.
+
+    Returns:
+      The ids and the text of each post, or None where even an empty post is too long.
+    """
     cuts: list[Cut | None] = [None] * len(posts)
     searches = {i: _search(post, max_tokens) for i, post in enumerate(posts)}
     asked = {i: next(search) for i, search in searches.items()}
@@ -103,29 +116,10 @@ def truncate_posts(posts: Sequence[PostParts], encode_batch: EncodeBatch, max_to
     return cuts
 
 
-def truncate_post(parts: PostParts, encode: Encode, max_tokens: int) -> Cut | None:
-    """OpenAI's truncation (N+ `process_query`): while the formatted post has more than `max_tokens` tokens, cut it
-    before its last newline, or without one drop its last character, and tokenize again.
-
-    All candidates are prefixes of the post, so interpolation finds the longest that fits. Tokens are not quite
-    monotonic in the prefix length, since cutting a word can add a few; so longer candidates are tried too, until
-    `_MAX_MISSES` in a row are too long, or one is by more than `_MAX_EXCESS` tokens.
-
-    Args:
-      parts: the post.
-      encode: text -> ids, no special tokens.
-      max_tokens: maximum number of ids.
-
-    Returns:
-      The ids and the text, or None if even an empty post is too long.
-    """
-    return truncate_posts([parts], lambda texts: [encode(text) for text in texts], max_tokens)[0]
-
-
 def fit_prompts(
     prompts: Sequence[str], encode_batch: EncodeBatch, ids: Sequence[list[int]], max_tokens: int
 ) -> list[tuple[list[int], str | None] | None]:
-    """Truncates the ids of prompts: `truncate_post` for a post in the template, otherwise the last `max_tokens` ids,
+    """Truncates the ids of prompts: `truncate_posts` for a post in the template, otherwise the last `max_tokens` ids,
     for which there is no text. None if the template alone is too long."""
     fitted: list[tuple[list[int], str | None] | None] = [
         (prompt_ids, text) if len(prompt_ids) <= max_tokens else (prompt_ids[-max_tokens:], None)

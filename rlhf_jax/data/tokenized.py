@@ -72,7 +72,7 @@ class Tokenized:
     meta: Mapping[str, Any]
 
     @functools.cached_property
-    def kept(self) -> np.ndarray:
+    def kept_rows(self) -> np.ndarray:
         """[N] int64, the rows that have tokens."""
         return np.flatnonzero(self.table["kept"].to_numpy())
 
@@ -97,12 +97,12 @@ class Tokenized:
 
     def ragged(self, name: str) -> Ragged:
         """A column of sequences, of the rows that are kept."""
-        all_kept = len(self.kept) == len(self.table)
-        return Ragged.of_column(self.table[name], None if all_kept else self.kept)
+        all_kept = len(self.kept_rows) == len(self.table)
+        return Ragged.from_column(self.table[name], None if all_kept else self.kept_rows)
 
     def numbers(self, name: str) -> np.ndarray:
         """[N] a column of numbers, of the rows that are kept."""
-        return self.table[name].to_numpy()[self.kept]
+        return self.table[name].to_numpy()[self.kept_rows]
 
     def count(self, name: str) -> int:
         """The number of rows with a flag, also of those that are left out."""
@@ -110,7 +110,7 @@ class Tokenized:
 
     def text(self, index: int) -> str | None:
         """The column 'text' of a row that is kept."""
-        return self.table["text"][int(self.kept[index])].as_py()
+        return self.table["text"][int(self.kept_rows[index])].as_py()
 
 
 def bad_rows_error(first: str | None, bad: int, count: int, good: bool) -> UserError:
@@ -133,7 +133,6 @@ def tokenize(
     """The tokens of rows.
 
     Args:
-      encoder: makes tokens of rows.
       on_bad_row: 'raise' or 'skip'.
       num_proc: worker processes; None: this one alone, with the tokenizer's threads.
 
@@ -155,7 +154,7 @@ def tokenize(
             return encoder.data(tokenized, None).describe()
 
         form = [type(encoder).__name__, dict(encoder.columns)]
-        key = arrow_cache.key_of([rows.name, rows.fingerprint, *form, identity])
+        key = arrow_cache.entry_key([rows.name, rows.fingerprint, *form, identity])
         if (entry := arrow_cache.cached(key, rows.name, write)) is not None:
             tokenized = Tokenized(rows, entry.table.data.table, True, entry.meta)
             tokenized.check_bad(on_bad_row)
@@ -196,7 +195,7 @@ class _Batch:
             raise _BadRowError(bad)
         return _table(encoded, self.columns)
 
-    def of_indices(self, batch: Mapping[str, list[int]]) -> Any:
+    def from_indices(self, batch: Mapping[str, list[int]]) -> Any:
         """For `datasets`' map: of a batch of consecutive row indices."""
         return self(batch["row"][0], batch["row"][-1] + 1)
 
@@ -208,7 +207,7 @@ class _Ahead:
     def __init__(self, batch: _Batch, count: int):
         self._batch, self._count = batch, count
         self._pool = concurrent.futures.ThreadPoolExecutor(2)
-        self._made: dict[int, concurrent.futures.Future] = {}
+        self._pending: dict[int, concurrent.futures.Future] = {}
 
     def __enter__(self) -> _Ahead:
         return self
@@ -216,16 +215,16 @@ class _Ahead:
     def __exit__(self, *_: Any) -> None:
         self._pool.shutdown(cancel_futures=True)
 
-    def of_indices(self, batch: Mapping[str, list[int]]) -> Any:
-        """As `_Batch.of_indices`."""
+    def from_indices(self, batch: Mapping[str, list[int]]) -> Any:
+        """As `_Batch.from_indices`."""
         start, stop = batch["row"][0], batch["row"][-1] + 1
         # The first is made alone, since transformers may change settings of a tokenizer at its first call.
-        table = self._batch(start, stop) if start not in self._made else None
+        table = self._batch(start, stop) if start not in self._pending else None
         for following in range(stop, min(stop + 2 * BATCH, self._count), BATCH):
-            if following not in self._made:
+            if following not in self._pending:
                 last = min(following + BATCH, self._count)
-                self._made[following] = self._pool.submit(self._batch, following, last)
-        return table if table is not None else self._made.pop(start).result()
+                self._pending[following] = self._pool.submit(self._batch, following, last)
+        return table if table is not None else self._pending.pop(start).result()
 
 
 def _table(encoded: list[Encoded], columns: Mapping[str, Kind]) -> Any:
@@ -266,7 +265,7 @@ def _map(rows: Rows, batch: _Batch, num_proc: int | None, path: str | None) -> A
     parts = path if path is None or num_proc is None else os.path.join(os.path.dirname(path), "part.arrow")
     with _progress(rows, num_proc), _Ahead(batch, len(rows)) if num_proc is None else _new_processes() as ahead:
         dataset = datasets.Dataset(pa.table({"row": np.arange(len(rows))})).map(
-            batch.of_indices if num_proc is not None else ahead.of_indices,
+            batch.from_indices if num_proc is not None else ahead.from_indices,
             batched=True,
             batch_size=BATCH,
             remove_columns=["row"],

@@ -86,8 +86,8 @@ class Tokenizer:
         return max(self.hf.get_vocab().values(), default=0)
 
     def unused_ids(self, rows: int) -> tuple[int, ...]:
-        """The ids below `rows`, those of an embedding, that no token has: most checkpoints have more rows than tokens.
-        They decode to nothing."""
+        """The ids below `rows`, the rows of an embedding, that belong to no token: most checkpoints have more rows than
+        tokens. They decode to nothing."""
         return tuple(sorted(set(range(rows)) - set(self.hf.get_vocab().values())))
 
     def check_rows(self, rows: int, model: str) -> None:
@@ -234,9 +234,8 @@ def _add(hf: Any, tokens: Sequence[str]) -> bool:
 
 
 def _separate_ids(hf: Any, rows: int | None) -> None:
-    """Gives added tokens ids of their own: those that the configuration names and the vocabulary lacks get the ids of
-    other tokens from transformers where the ids have holes. A pad token for which the embedding has no row is
-    dropped."""
+    """Gives added tokens ids of their own. Where ids have holes, transformers gives tokens that the configuration names
+    and the vocabulary lacks the ids of other tokens. A pad token for which the embedding has no row is dropped."""
     ids, backend = hf.get_vocab(), getattr(hf, "backend_tokenizer", None)
     if backend is None or len(set(ids.values())) == len(ids):
         return
@@ -253,12 +252,11 @@ def load_tokenizer(name_or_path: str, revision: str | None = None, *, vocab_size
     """Loads a tokenizer and ensures that it has an eos and a pad token.
 
     Without a pad token, [PAD] is added after the largest id, as TRL's examples of TL;DR do: Pythia has 50,277 ids and
-    50,304 embedding rows. If pad equals eos, [PAD] replaces it with a warning. Where the rows end there, as those of
-    Llama 3, eos pads, as in TRL's trainers. Masks come from lengths, so the pad id changes no mask.
+    50,304 embedding rows. If pad equals eos, [PAD] replaces it with a warning. If the embedding has no row for [PAD],
+    as in Llama 3, eos pads, as in TRL's trainers. Masks come from lengths, so the pad id changes no mask.
 
     Args:
       name_or_path: hub name, folder, or a name in `BUILT_IN`.
-      revision: hub revision.
       vocab_size: rows of the model's embedding; None: no check against a model.
 
     Raises:

@@ -1,4 +1,5 @@
-"""Tool calls of a policy: read from its responses, and the tokens with which its chat template goes on after results.
+"""Tool calls of a policy: how they are read from its responses, and the tokens that its chat template puts after them
+for the results.
 
 A conversation is tokenized once: the tokens of earlier turns are kept, and only what follows the end of the policy's
 message is rendered, with messages of role 'tool'.

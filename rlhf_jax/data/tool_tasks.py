@@ -30,7 +30,7 @@ from typing import Any
 import numpy as np
 
 from rlhf_jax.data.fast_tokenizer import EOS, PAD, UNK, word_level_tokenizer
-from rlhf_jax.data.splits import SPLITS, split_of
+from rlhf_jax.data.splits import SPLITS, assigned_split
 from rlhf_jax.errors import MissingSplit, UserError
 
 BOXES = range(1000, 10_000)
@@ -58,9 +58,9 @@ def answer(number: int, guess: int) -> str:
 
 
 @functools.cache
-def boxes_of(split: str) -> tuple[int, ...]:
+def split_boxes(split: str) -> tuple[int, ...]:
     """The boxes of a split."""
-    return tuple(box for box in BOXES if split_of(f"split {box}") == split)
+    return tuple(box for box in BOXES if assigned_split(f"split {box}") == split)
 
 
 def _said(content: str) -> dict[str, Any]:
@@ -75,7 +75,7 @@ def _called(name: str, number: int, result: str) -> list[dict[str, Any]]:
 
 def boxes_row(rng: np.random.Generator, split: str) -> dict[str, Any]:
     """{"prompt", "completion", "solution"} of 'boxes'."""
-    possible = boxes_of(split)
+    possible = split_boxes(split)
     boxes = [possible[i] for i in rng.choice(len(possible), rng.integers(1, MOST_BOXES + 1), replace=False)]
     amounts = list(map(amount, boxes))
     opened, total = list(boxes), sum(amounts)
@@ -97,7 +97,7 @@ def guess_row(rng: np.random.Generator, split: str) -> dict[str, Any]:
     while True:
         top = int(rng.integers(SMALLEST_TOP, LARGEST_TOP + 1))
         number = int(rng.integers(1, top + 1))
-        if split_of(f"{top} {number}") == split:
+        if assigned_split(f"{top} {number}") == split:
             break
     low, high, guess, calls = 1, top, 0, []
     while guess != number:
@@ -113,7 +113,7 @@ def guess_row(rng: np.random.Generator, split: str) -> dict[str, Any]:
 
 
 def seeds_row(rng: np.random.Generator, split: str) -> dict[str, int]:
-    """{"seed"} of 'seeds', for environments that make everything else of it."""
+    """{"seed"} of 'seeds', for environments that derive everything else from it."""
     return {"seed": int(rng.integers(2**30)) * len(SIZES) + SPLITS.index(split)}
 
 

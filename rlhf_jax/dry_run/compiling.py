@@ -162,5 +162,5 @@ def dump_options(folder: str) -> dict[str, Any]:
 
 
 def dumped(folder: str, end: str) -> pathlib.Path | None:
-    """What XLA wrote of the program itself into a folder; parts may be compiled separately, under other names."""
+    """What XLA wrote about the program itself into a folder; parts may be compiled separately, under other names."""
     return next(pathlib.Path(folder).glob(f"module_*.jit_*.{end}"), None)

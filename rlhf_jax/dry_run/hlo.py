@@ -101,7 +101,7 @@ def computations(text: str) -> tuple[dict[str, list[Op]], str]:
     return module, entry
 
 
-def bytes_of(shape: str, in_memory: bool = False) -> int:
+def shape_bytes(shape: str, in_memory: bool = False) -> int:
     """Bytes of an HLO type, tuples summed; `in_memory`: without arrays in a chip's fast memory."""
     total = 0
     for kind, dims, layout in _ARRAY.findall(shape):
@@ -206,10 +206,10 @@ def _collective(kind: str, op: Op, times: int) -> Collective:
     group, shape = _group(op.rest), op.shape
     if op.kind.endswith("-start") and kind != "all-reduce":
         # An asynchronous start returns its operands and its results: (operands, results, ...).
-        arrays = [match[0] for match in _ARRAY.finditer(shape) if bytes_of(match[0]) > 8]
+        arrays = [match[0] for match in _ARRAY.finditer(shape) if shape_bytes(match[0]) > 8]
         half = len(arrays) // 2
         shape = " ".join(arrays[half : 2 * half]) if half else shape
-    size = bytes_of(shape)
+    size = shape_bytes(shape)
     full_size = size * group if kind == "reduce-scatter" else size
     return Collective(kind, shape, group, times, _sent(kind, full_size, group), op.source)
 
@@ -240,7 +240,9 @@ def _sent(kind: str, full_size: int, group: int) -> float:
 def largest_array(text: str) -> tuple[int, str]:
     """Bytes, and name and type, of the largest array that an instruction creates on a device."""
     producers = (op for ops in computations(text)[0].values() for op in ops if op.kind not in _NAMES)
-    sizes = ((bytes_of(match[0]), f"{op.name} {match[0]}") for op in producers for match in _ARRAY.finditer(op.shape))
+    sizes = (
+        (shape_bytes(match[0]), f"{op.name} {match[0]}") for op in producers for match in _ARRAY.finditer(op.shape)
+    )
     return max(sizes, default=(0, ""))
 
 
@@ -260,7 +262,7 @@ def costs(text: str, unknown_trips: int = 1) -> list[Cost]:
     module, entry = computations(text)
     shapes = {name: {op.name: op.shape for op in ops} for name, ops in module.items()}
     sent = _collectives(_walk(module, entry, unknown_trips, inside=True))
-    entries = [Cost(c.op, c.times, 0.0, float(bytes_of(c.shape, True))) for c in sent]
+    entries = [Cost(c.op, c.times, 0.0, float(shape_bytes(c.shape, True))) for c in sent]
     for op, times, place in _walk(module, entry, unknown_trips, inside=False):
         moved, flops = _moved(op, shapes[place], module), _flops(op, shapes[place], module)
         if moved or flops:
@@ -279,15 +281,15 @@ def _moved(op: Op, shapes: dict[str, str], module: dict[str, list[Op]]) -> float
         return 0.0
     if op.kind.endswith("-start"):
         # A copy reads and writes its array once; the type contains source and target.
-        sizes = [bytes_of(match[0]) for match in _ARRAY.finditer(op.shape)]
+        sizes = [shape_bytes(match[0]) for match in _ARRAY.finditer(op.shape)]
         moved = min((size for size in sizes if size > 8), default=0)
         return float(moved * (1 if "S(1)" in op.shape else 2))
-    reads = [bytes_of(shapes.get(name, ""), True) for name in op.operands]
-    writes = bytes_of(op.shape, True)
+    reads = [shape_bytes(shapes.get(name, ""), True) for name in op.operands]
+    writes = shape_bytes(op.shape, True)
     if op.kind in ("dynamic-slice", "slice", "gather"):
         reads = [writes]
     elif op.kind == "dynamic-update-slice":
-        reads = [bytes_of(shapes.get(op.operands[1], ""), True)]
+        reads = [shape_bytes(shapes.get(op.operands[1], ""), True)]
         writes = reads[0]
     elif op.kind == "fusion":
         reads, writes = [_fused(module[op.called("calls")[0]], reads)], 0
@@ -338,11 +340,11 @@ def _convolution_flops(op: Op, shapes: dict[str, str]) -> float:
     total = 2.0 * result[labels[3].index("b")] * result[labels[3].index("f")] * right[labels[2].index("i")]
     for axis, size in enumerate(window["size"].split("x") if window else ()):
 
-        def of_axis(name: str, axis: int = axis) -> int:
+        def axis_value(name: str, axis: int = axis) -> int:
             return int(window[name].split("x")[axis].split("_")[0]) if name in window else 1
 
-        stride, spread, apart = (of_axis(name) for name in ("stride", "lhs_dilate", "rhs_dilate"))
-        before = of_axis("pad") if "pad" in window else 0
+        stride, spread, apart = (axis_value(name) for name in ("stride", "lhs_dilate", "rhs_dilate"))
+        before = axis_value("pad") if "pad" in window else 0
         last = (left[labels[1].index(str(axis))] - 1) * spread
         outputs = range(result[labels[3].index(str(axis))])
         places = (output * stride + entry * apart - before for output in outputs for entry in range(int(size)))
@@ -368,9 +370,9 @@ def _fused(ops: list[Op], reads: list[int]) -> int:
         while op.kind == "bitcast":
             op = by_name[op.operands[0]]
         if op.kind == "dynamic-update-slice":
-            total += bytes_of(by_name[op.operands[1]].shape)
+            total += shape_bytes(by_name[op.operands[1]].shape)
         elif not _passes(op):
-            total += bytes_of(op.shape, True)
+            total += shape_bytes(op.shape, True)
     for op in ops:
         number = re.match(r"(\d+)\)", op.rest) if op.kind == "parameter" else None
         if number is None or int(number[1]) >= len(reads):
@@ -383,7 +385,7 @@ def _fused(ops: list[Op], reads: list[int]) -> int:
         users = [user for user in users if not _passes(user) and user.kind != "tuple"]
         if all(user.kind in _CUTS and user.operands[0] in names for user in users):
             slices = [user for user in users if user.kind != "dynamic-update-slice"]
-            total += min(reads[int(number[1])], sum(bytes_of(user.shape) for user in slices))
+            total += min(reads[int(number[1])], sum(shape_bytes(user.shape) for user in slices))
         else:
             total += reads[int(number[1])]
     return total

@@ -72,7 +72,7 @@ def main() -> None:
     name, path = sys.argv[1], Path(sys.argv[2])
     config = from_json(sys.stdin.buffer.read().decode())
     assert isinstance(config, StageConfig)
-    stage = memory.abstract_stage(config, memory.mesh_of(config))
+    stage = memory.abstract_stage(config, memory.stage_mesh(config))
     program = next(iter(memory.programs(stage, only=(name,))), None)
     fields = {} if program is None else {**vars(program), "traced": None, "compiled": None}
     path.with_suffix(".part").write_text(json.dumps(fields), encoding="utf-8")

@@ -29,7 +29,7 @@ from rlhf_jax.stages import ALGORITHMS, open_stage, rollout_models, sft
 from rlhf_jax.stages.open_models import Source
 
 
-def mesh_of(config: StageConfig) -> Any:
+def stage_mesh(config: StageConfig) -> Any:
     """The mesh of a stage: of this machine's devices, or of those that --topology names."""
     devices = None if config.topology is None else topologies.topology_devices(config.topology)
     return sharding.make_mesh(config.mesh_data, config.mesh_fsdp, config.mesh_tensor, devices=devices)
@@ -48,7 +48,6 @@ def abstract_stage(config: StageConfig, mesh: Any) -> Any:
     prompt, of the shape with the most tiles.
 
     Args:
-      config: a stage's.
       mesh: its devices may be described ones.
 
     Raises:

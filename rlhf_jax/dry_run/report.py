@@ -101,8 +101,8 @@ def communication_lines(programs: list[Program], mesh: Any, config: StageConfig)
 
 
 def time_lines(programs: list[Program], mesh: Any, config: StageConfig) -> list[str]:
-    """The predicted seconds of each program and of an update, their parts, and what to change next; none for GPUs and
-    TPUs that are there, and for several devices of one CPU, which share its cores."""
+    """The predicted seconds of each program and of an update, their parts, and what to change next; none for this
+    machine's own GPUs and TPUs, and for several devices of one CPU, which share its cores."""
     device = mesh.devices.flat[0]
     if mesh.size > 1 and device.platform == "cpu" or (rates := roofline.rates(device, config.dtype)) is None:
         return []
@@ -175,13 +175,12 @@ def show(config: StageConfig, log: Callable[[str], None] = print) -> None:
     """Prints the plan of a stage: compiles its programs, loads and writes nothing.
 
     Args:
-      config: a stage's.
       log: takes each line.
 
     Raises:
       UserError: a model's config cannot be read, or does not fit the run.
     """
-    mesh = memory.mesh_of(config)
+    mesh = memory.stage_mesh(config)
     log(config_files.to_json(config))
     device = mesh.devices.flat[0]
     config = batch_sizes.for_devices(config, sharding.row_shards(mesh), device.platform)

@@ -52,7 +52,7 @@ class Rates(NamedTuple):
     """Seconds that an instruction takes at least."""
 
     def moving(self, size: float) -> float:
-        """Seconds that an instruction takes to move so many bytes."""
+        """Seconds that an instruction takes to move `size` bytes."""
         sizes, rates = zip(*self.bandwidth, strict=True)
         return size / float(np.interp(np.log2(max(size, 1.0)), np.log2(sizes), rates))
 

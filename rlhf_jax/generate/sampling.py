@@ -26,7 +26,7 @@ class Sampling:
       top_k, top_p, min_p, repetition_penalty: as in Hugging Face's `GenerationConfig`, applied in its order.
       stop_ids: tokens that end a response and are a part of it; empty: every response has T tokens.
       fill_id: token after the end; no mask is derived from it.
-      suppress_ids: tokens that are never sampled; log-probabilities are those of the distribution with them.
+      suppress_ids: tokens that are never sampled; log-probabilities are of the distribution that includes them.
     """
 
     max_new_tokens: int
@@ -81,7 +81,6 @@ def process_logits(logits: Array, seen: Array | None, sampling: Sampling) -> Arr
     Args:
       logits: [B, V] float32.
       seen: [B, V] bool, tokens of prompt and response so far; None when there is no repetition penalty.
-      sampling: the options.
 
     Returns:
       [B, V] float32, -inf for tokens that must not be sampled.
@@ -128,7 +127,6 @@ def sample(
       keys: [R] typed, one of each row.
       t: [R] int32, the token's place in its response.
       seen: [R, V] bool; None when there is no repetition penalty.
-      sampling: the options.
       mask: sets the logits [R, V] of tokens that must not follow to -inf, in sampling and log-probabilities.
 
     Returns:

@@ -125,8 +125,6 @@ def decode_rows(
       params: of `model.unstack`.
       prompts: row i answers prompt i // G.
       rows: the queue.
-      sampling, decoding: the options.
-      dtype: compute dtype.
       automaton: where rows have states.
       started: whether rows may have more than one token, whose keys and values are computed again.
 
@@ -206,10 +204,10 @@ class _Decoder:
 
     def _idle_slots(self, rows: Rows) -> _Slots:
         row = jnp.full(self.size, self.count, jnp.int32)
-        t, prefix = jnp.ones(self.size, jnp.int32), self._prefix_of(jnp.zeros(self.size, jnp.int32))
+        t, prefix = jnp.ones(self.size, jnp.int32), self._row_prefix(jnp.zeros(self.size, jnp.int32))
         return _Slots(row, t, jnp.zeros_like(row), self._seen(rows, row), prefix, self._empty_cache())
 
-    def _prefix_of(self, row: Array) -> Any:
+    def _row_prefix(self, row: Array) -> Any:
         """Each slot's own copy of its row's prompt."""
         prompt = jnp.minimum(row, self.count - 1) // self.group
         return jax.tree.map(lambda x: jnp.take(x, prompt, axis=0), self.prompts.prefix)
@@ -242,7 +240,7 @@ class _Decoder:
         row_index = jnp.minimum(row, self.count - 1)
         t = jnp.where(takes, rows.lengths[row_index], slots.t)
         token = jnp.where(takes, rows.response[row_index, t - 1], slots.token)
-        prefix = jax.tree.map(lambda new, old: take_rows(takes, new, old), self._prefix_of(row), slots.prefix)
+        prefix = jax.tree.map(lambda new, old: take_rows(takes, new, old), self._row_prefix(row), slots.prefix)
         seen = slots.seen
         if seen is not None:
             seen = take_rows(takes, self._seen(rows, row), seen)
@@ -291,7 +289,7 @@ class _Decoder:
             t=slots.t if slots.t.ndim == 0 else take(slots.t),
             token=take(slots.token),
             seen=None if slots.seen is None else take(slots.seen),
-            prefix=self._prefix_of(row) if shared else jax.tree.map(take, slots.prefix),
+            prefix=self._row_prefix(row) if shared else jax.tree.map(take, slots.prefix),
             cache=jax.tree.map(take, slots.cache),
         )
         return loop._replace(slots=slots)
@@ -326,7 +324,7 @@ class _Decoder:
             mask = partial(self.automaton.mask, state=states.reshape(-1), left=left.reshape(-1))
         sampled, logprobs = self._sample(hidden, rows.keys[row_index], t, tokens, slots.seen, mask)
 
-        # A token counts if the drafts before it are what was sampled, and none of them ended the row.
+        # A token counts if the drafts before it equal the sampled tokens, and none of them ended the row.
         right = jnp.cumprod(tokens[:, 1:] == sampled[:, :-1], axis=1, dtype=jnp.int32)
         counts = jnp.concatenate([jnp.ones((size, 1), bool), right.astype(bool)], axis=1)
         stops = jnp.zeros_like(counts)

@@ -98,7 +98,8 @@ class Attention(nn.Module):
         return constrain(self.context.layout, x, "rows", *[None] * (x.ndim - 3), "tensor")
 
     def _copied(self, x: Array) -> Array:
-        """[..., KV, K] with each head as often as devices need it; these gather the heads first, which are small."""
+        """[..., KV, K] with each head repeated as often as devices need it; the heads are gathered first, since they
+        are small."""
         copies = self.context.held_heads // self.context.config.num_key_value_heads
         if copies == 1:
             return x

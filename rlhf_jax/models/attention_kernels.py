@@ -29,7 +29,7 @@ def resolved(implementation: str, config: DecoderConfig, dtype: Any, device: jax
     """What `auto` is on a device: the fastest that is measured (docs/benchmarks.md) and computes the model's attention.
 
     Args:
-      implementation: auto, or one of those that it stands for, which is returned.
+      implementation: auto, or one of the implementations that it chooses from, which is returned unchanged.
       config, dtype, dropout: as in `unsupported`.
       device: may be a described one.
 
@@ -51,8 +51,6 @@ def unsupported(
 
     Args:
       implementation: blocked, cudnn or splash.
-      config: the model's.
-      dtype: of the computation.
       platform: of the devices: cpu, gpu or tpu.
       dropout: whether the model is trained with its dropout.
     """
@@ -109,8 +107,8 @@ def row_attention(
 ) -> Array:
     """`attention.causal_attention` by the context's `attn_implementation`.
 
-    Arguments and result as there. `start_at_0`: the unmasked columns of each row are its first. What the
-    implementation does not support was refused when the models were opened; an argument of it that reaches this
+    Arguments and result as there. `start_at_0`: the unmasked columns of each row are its first. Options that the
+    implementation does not support were refused when the models were opened; an unsupported argument that reaches this
     function raises an error of the kernel.
     """
     score = context.config.score_function

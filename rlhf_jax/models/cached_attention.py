@@ -58,7 +58,6 @@ def attend_cached(query: Array, prefix: Segment, response_segments: list[Segment
       query: [B, Q, H, K]; row i continues prefix i // G. Head h reads the keys of head h // (H / KV).
       prefix: its N is P.
       response_segments: their N is B.
-      score: scale and soft cap.
 
     Returns:
       [B, Q, H, K] in the query's dtype. Neither a prefix nor a key that several heads read is copied: their queries
@@ -155,7 +154,7 @@ def empty_segments(shape: tuple[int, int, int], sizes: tuple[int, ...], dtype, i
 _COLUMNS_AXIS = {"k": 3, "v": 2, **dict.fromkeys(SCALES.values(), 2)}
 
 
-def columns_of(segment: Params) -> int:
+def column_count(segment: Params) -> int:
     """Columns of a segment."""
     return segment["v"].shape[2]
 
@@ -183,12 +182,12 @@ def write(
         for name, scale in SCALES.items():
             new[name], new[scale] = quantize_rows(new[name])
     rows, queries = key.shape[:2]
-    total, start, out = sum(map(columns_of, segments)), 0, []
+    total, start, out = sum(map(column_count, segments)), 0, []
     together = index.ndim == 0 and queries == 1 and active is None
     columns = index if together else jnp.broadcast_to(index, (rows,))[:, None] + jnp.arange(queries)[None]
     columns = jnp.mod(columns, total) if ring else columns
     for segment in segments:
-        size = columns_of(segment)
+        size = column_count(segment)
         place = _write_column if together else _scatter
         offsets = columns - start
         if active is not None:

@@ -28,7 +28,7 @@ from rlhf_jax.models.attention_kernels import row_attention
 from rlhf_jax.models.cached_attention import (
     Segment,
     attend_cached,
-    columns_of,
+    column_count,
     empty_segments,
     newest_positions,
     segment_sizes,
@@ -41,8 +41,6 @@ from rlhf_jax.models.rope import rotary_angles
 from rlhf_jax.models.scan_layers import scan_layers
 from rlhf_jax.parallel.sharding import constrain
 from rlhf_jax.types import Array, Params
-
-RESIDUALS = ("sequential", "parallel", "post", "sandwich")
 
 
 class Block(nn.Module):
@@ -264,7 +262,7 @@ def hidden(
       tokens, mask: a row's unmasked columns are next to each other; masked ones return finite values without meaning.
       remat: as `scan_layers`.
       dropout_key: one key, or one a row; turns on the dropout of the config and of the adapters.
-      last: return only so many last columns, [B, last, D]; on one device the last layer computes only query, key and
+      last: return only this many last columns, [B, last, D]; on one device the last layer computes only query, key and
         value of the other columns.
       segment_ids: [B, S] int32, sequences packed into a row; None: one each.
       features: [B, N, D], of each row's images (see `vision.features`); None: the rows are text.
@@ -485,7 +483,7 @@ def _decode_layer(
 ) -> tuple[Array, list[Params]]:
     """A layer of `decode`: (x, its cache with the tokens). jit traces it once for all layers of a kind."""
     before = Segment(prompt, _keep_of_prompt(mask, prompt["v"].shape[2], places, window), True)
-    keeps = _keep_of_cache([columns_of(segment) for segment in cache], places, window)
+    keeps = _keep_of_cache([column_count(segment) for segment in cache], places, window)
 
     def attend_fn(query: Array, key: Array, value: Array) -> tuple[Array, list[Params]]:
         new = write(cache, key, value, index, ring=window is not None, active=active)
@@ -493,7 +491,7 @@ def _decode_layer(
         response_segments, start = [], 0
         for segment, keep in zip(new, keeps, strict=True):
             response_segments.append(Segment(segment, keep, end > start if start else True))
-            start += columns_of(segment)
+            start += column_count(segment)
         return attend_cached(query, before, response_segments, context.config.score_function), new
 
     return Block(context).apply({"params": params}, x, rope, attend_fn)

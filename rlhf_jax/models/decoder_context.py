@@ -1,6 +1,6 @@
 """What a forward pass runs with: the decoder's switches, dtype, layout on the mesh, adapters and dropout.
 
-A `Context` is made once, where a method of `Model` enters the decoder, and goes down to the layers as one object.
+A `Context` is made once, where a method of `Model` enters the decoder, and is passed down to the layers as one object.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class DecoderConfig:
     ropes: tuple[Rope, ...] = ()  # none: positions are learned
     layer_rope: tuple[int, ...] = ()  # index into `ropes` by layer; empty: the first
     layer_window: tuple[int | None, ...] = ()  # keys that a query sees, itself included, by layer; None and empty: all
-    residual: str = "sequential"  # of decoder.RESIDUALS
+    residual: str = "sequential"  # a form of `decoder.Block`
     norm: str = "rms_norm"  # of layers.NORMS
     norm_eps: float = 1e-6
     norm_offset: bool = False  # the norm multiplies by 1 + weight
@@ -108,8 +108,8 @@ class DropoutSite(enum.IntEnum):
 class Dropout:
     """Rates by site, and a PRNG key for each row.
 
-    A mask belongs to a row's key and to a token's position, so that it depends neither on the rows beside it nor on the
-    padding around it: micro-batches are as wide as their rows need.
+    A mask is a function of a row's key and of a token's position, so that it depends neither on the rows beside it nor
+    on the padding around it: micro-batches are as wide as their rows need.
     """
 
     keys: Array  # [B] typed
@@ -134,25 +134,25 @@ class Dropout:
         rate = self.lora if site >= DropoutSite.LORA_QUERY_KEY_VALUE else self.hidden
         if rate == 0:
             return x
-        return token_dropout(x, rate, fold_in_rows(self.keys, layer, site), self._of_last(x.shape[1]))
+        return token_dropout(x, rate, fold_in_rows(self.keys, layer, site), self._last_positions(x.shape[1]))
 
     def weights(self, weights: Array, layer: int | Array) -> Array:
         """Weights [B, H, Q, S'] of the first S' columns to the last Q of them, as `__call__`."""
         _, heads, queries, seen = weights.shape
         keys = fold_in_rows(self.keys, layer, DropoutSite.ATTENTION)
 
-        def of_query(key: Array, query: Array, positions: Array) -> Array:
+        def query_keys(key: Array, query: Array, positions: Array) -> Array:
             pairs = positions[None] * heads + jnp.arange(heads)[:, None]
             return jax.vmap(jax.vmap(jax.random.fold_in, (None, 0)), (None, 0))(jax.random.fold_in(key, query), pairs)
 
-        positions = self._of_last(seen) if self.positions is None else self.positions[:, :seen]
-        of_row = jax.vmap(of_query, (None, 0, None))
-        pair_keys = jax.vmap(of_row)(keys, positions[:, seen - queries :], positions)  # [B, Q, H, S']
+        positions = self._last_positions(seen) if self.positions is None else self.positions[:, :seen]
+        row_keys = jax.vmap(query_keys, (None, 0, None))
+        pair_keys = jax.vmap(row_keys)(keys, positions[:, seen - queries :], positions)  # [B, Q, H, S']
         bits = jax.random.key_data(pair_keys)[..., 0].astype(jnp.uint32).swapaxes(1, 2)
         keep = bits < jnp.uint32((1.0 - self.attention) * 2**32)
         return drop_entries(weights, keep, self.attention)
 
-    def _of_last(self, columns: int) -> Array:
+    def _last_positions(self, columns: int) -> Array:
         """Positions [B, S'] of the last columns."""
         if self.positions is None:
             return jnp.broadcast_to(jnp.arange(columns), (len(self.keys), columns))
@@ -189,7 +189,7 @@ class Context:
     attn_implementation: str = "blocked"  # of attention over whole rows: 'blocked', 'cudnn' or 'splash'
     dropout: Dropout | None = None
     layer: int | Array = 0
-    last: int | None = None  # the layer returns only so many last columns; None: all
+    last: int | None = None  # the layer returns only this many last columns; None: all
 
     @property
     def held_heads(self) -> int:

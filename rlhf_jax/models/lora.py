@@ -156,7 +156,6 @@ def init(model: Any, key: Array, base: Params) -> Params:
 
     Args:
       model: with `lora`.
-      key: typed key.
       base: params of the base, for shapes and for copies of the modules that are trained in full.
 
     Returns:
@@ -184,7 +183,6 @@ def with_lora(lora: Lora, base: Params, adapters: Params) -> Params:
     that are trained in full in place of the base's.
 
     Args:
-      base: params.
       adapters: as `init`.
 
     Returns:

@@ -88,8 +88,8 @@ class Model:
 
     @classmethod
     def from_hf_config(cls, config: dict[str, Any], where: str = "config.json", *, images: bool = False) -> Model:
-        """The model of a config.json; of one of images and text the text model, or with `images` all of it. A UserError
-        names the key, the value and `where` of what is not supported."""
+        """The model of a config.json; of a model of images and text only the text model, or with `images` all of it. A
+        UserError names the key, the value and `where` of what is not supported."""
         if images:
             family = IMAGE_FAMILIES.get(str(config.get("model_type")))
             if family is None:
@@ -165,10 +165,9 @@ class Model:
 
         Masked tokens count as id 0 and are never attended; positions count unmasked tokens, so padding on either side
         changes nothing. `dropout_key`: one key (each row's index is folded in), or [B] keys, one a row. `remat`: what
-        the backward pass recomputes, as `scan_layers`. `last`: return only so many last columns, [B, last, D]; on one
-        device the last layer computes no more than they need.
-        `segment_ids` [B, S] int32: sequences packed into a row, next to each other; positions and attention restart
-        where the id changes. `images`: of the rows.
+        the backward pass recomputes, as `scan_layers`. `last`: return only this many last columns, [B, last, D]; on one
+        device the last layer computes no more than they need. `segment_ids` [B, S] int32: sequences packed into a row,
+        next to each other; positions and attention restart where the id changes. `images`: of the rows.
         """
         options = {"remat": remat, "dropout_key": dropout_key, "last": last, "segment_ids": segment_ids}
         options["features"] = self.image_features(params, images, dtype, remat=remat, dropout_key=dropout_key)
@@ -177,7 +176,7 @@ class Model:
     def image_features(
         self, params: Params, images: Images | None, dtype: Any = jnp.float32, **options: Any
     ) -> Array | None:
-        """What stands in place of the embeddings of image tokens, see `vision.features`; None without images."""
+        """What replaces the embeddings of image tokens, see `vision.features`; None without images."""
         if images is None:
             return None
         return vision.features(self._context(dtype), params["backbone"], images, **options)
@@ -347,10 +346,10 @@ class Model:
         stacked = jax.eval_shape(lambda layer: jax.tree.map(lambda leaf: leaf[None], layer), layers[0])
         shapes = {**params, "backbone": {**params["backbone"], "layers": stacked}}
 
-        def of_params_and_of_a_layer(rules):
+        def param_and_layer_shardings(rules):
             specs = shardings(shapes, rules, self.layout.mesh)
-            of_layers = specs["backbone"].pop("layers")
-            return specs, jax.tree.map(lambda x: NamedSharding(x.mesh, P(*x.spec[1:])), of_layers)
+            stacked_shardings = specs["backbone"].pop("layers")
+            return specs, jax.tree.map(lambda x: NamedSharding(x.mesh, P(*x.spec[1:])), stacked_shardings)
 
         def gather(tree, split, gathered_sharding):
             tree = jax.lax.with_sharding_constraint(tree, split)
@@ -360,8 +359,10 @@ class Model:
         without_fsdp = {"fsdp": None, "vocabulary": "tensor"}
         rules = [(path, tuple(without_fsdp.get(name, name) for name in row)) for path, row in self._param_names]
         rules = partition_rules(rules, self.layout.folded)
-        of_params, of_layer = zip(of_params_and_of_a_layer(self.param_rules), of_params_and_of_a_layer(rules))
-        return gather(params, *of_params), [gather(layer, *of_layer) for layer in layers]
+        param_shardings, layer_shardings = zip(
+            param_and_layer_shardings(self.param_rules), param_and_layer_shardings(rules)
+        )
+        return gather(params, *param_shardings), [gather(layer, *layer_shardings) for layer in layers]
 
     @property
     def _platform(self) -> str:

@@ -41,7 +41,6 @@ class Weights:
         """A checkpoint's params, float32 or as cast by `cast_on_load`. Each process reads only what its devices hold.
 
         Args:
-          model: of the checkpoint.
           path: folder or hub name.
           kind: as `hf.load`.
           cast_on_load: a pure function of params, applied to each param before the next one is read, so that a model

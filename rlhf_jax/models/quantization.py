@@ -73,7 +73,6 @@ def quantize(params: Params, paths: Sequence[Sequence[str]], kind: Kind) -> Para
     Args:
       params: nested dicts, all of a model's or a part.
       paths: of the linear layers whose kernels are quantized.
-      kind: see `quantize_int8` and `quantize_nf4`.
 
     Returns:
       The same pytree with a qwix.QArray or an NF4Kernel in place of each of these kernels; quantized kernels stay as
@@ -82,12 +81,12 @@ def quantize(params: Params, paths: Sequence[Sequence[str]], kind: Kind) -> Para
     kernels = {(*path, "kernel") for path in paths}
     function: Callable[[Array], Any] = {"int8": quantize_int8, "nf4": quantize_nf4}[kind]
 
-    def of_leaf(path: tuple, leaf: Any) -> Any:
+    def quantize_leaf(path: tuple, leaf: Any) -> Any:
         if is_quantized(leaf) or tuple(entry.key for entry in path) not in kernels:
             return leaf
         return function(leaf.astype(jnp.float32))
 
-    return jax.tree_util.tree_map_with_path(of_leaf, params, is_leaf=is_quantized)
+    return jax.tree_util.tree_map_with_path(quantize_leaf, params, is_leaf=is_quantized)
 
 
 def quantize_int8(kernel: Array) -> Any:

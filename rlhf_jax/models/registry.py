@@ -50,7 +50,7 @@ class Family:
     reads_images: bool = False  # its config is a vision.VisionDecoderConfig
 
 
-def _of_llama_layout(name: str, module: Any, class_name: str, **fields: Any) -> Family:
+def _llama_layout(name: str, module: Any, class_name: str, **fields: Any) -> Family:
     """A family with Llama's tensor table; `class_name` is transformers', without its suffix."""
     suffixes = ("ForCausalLM", "ForSequenceClassification", "Model")
     architectures = fields.pop("architectures", tuple(class_name + suffix for suffix in suffixes))
@@ -95,16 +95,16 @@ _FAMILIES = (
         causal_head="embed_out.weight",
         nested_defaults=gpt_neox.NESTED_DEFAULTS,
     ),
-    _of_llama_layout("llama", llama, "Llama"),
-    _of_llama_layout("mistral", mistral, "Mistral"),
-    _of_llama_layout("qwen2", qwen2, "Qwen2"),
-    _of_llama_layout("qwen3", qwen3, "Qwen3"),
-    _of_llama_layout("smollm3", smollm3, "SmolLM3", lora_targets=()),
-    _of_llama_layout("olmo2", olmo2, "Olmo2", lora_targets=()),
-    _of_llama_layout("gemma2", gemma2, "Gemma2"),
-    _of_llama_layout("gemma3_text", gemma3, "Gemma3", architectures=gemma3.ARCHITECTURES),
-    _of_llama_layout("phi3", phi3, "Phi3", linears=llama.FUSED_LINEARS, lora_targets=()),
-    _of_llama_layout("gpt2", gpt2, "GPT2", **_GPT2),
+    _llama_layout("llama", llama, "Llama"),
+    _llama_layout("mistral", mistral, "Mistral"),
+    _llama_layout("qwen2", qwen2, "Qwen2"),
+    _llama_layout("qwen3", qwen3, "Qwen3"),
+    _llama_layout("smollm3", smollm3, "SmolLM3", lora_targets=()),
+    _llama_layout("olmo2", olmo2, "Olmo2", lora_targets=()),
+    _llama_layout("gemma2", gemma2, "Gemma2"),
+    _llama_layout("gemma3_text", gemma3, "Gemma3", architectures=gemma3.ARCHITECTURES),
+    _llama_layout("phi3", phi3, "Phi3", linears=llama.FUSED_LINEARS, lora_targets=()),
+    _llama_layout("gpt2", gpt2, "GPT2", **_GPT2),
 )
 FAMILIES: dict[str, Family] = {family.name: family for family in _FAMILIES}
 

@@ -31,7 +31,7 @@ class CompileAhead:
     arguments of other shapes than foreseen, or an error, leave everything to the call.
 
     Attributes:
-      seconds: that lowering and XLA took, by program, of those that are compiled.
+      seconds: that lowering and XLA took, for each compiled program.
     """
 
     def __init__(self, trace: Callable[[Callable[..., Any]], None], mesh: Mesh):
@@ -112,8 +112,8 @@ def can_foresee(mesh: Mesh) -> bool:
 
 
 def same_structure(foreseen: Any, present: Any) -> bool:
-    """Whether what programs were compiled for has the structure of what there is: a checkpoint may hold more than its
-    config.json says."""
+    """Whether the shapes that programs were compiled for have the structure of the loaded arrays: a checkpoint may hold
+    more than its config.json says."""
     structure: Any = jax.tree.structure(foreseen)
     return structure == jax.tree.structure(present)
 

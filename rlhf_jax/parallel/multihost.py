@@ -29,8 +29,6 @@ TIMEOUTS = {
     "initialization_timeout": int(START_TIMEOUT) + 60,
 }
 DETECTION_DELAY = 5.0  # seconds that a broken connection may be detected later than the collective that it breaks
-OPTIONS = ("distributed", "num_processes", "process_id")
-"""Options about how processes find each other, which do not affect results."""
 
 _monitor: liveness.PeerMonitor | None = None
 

@@ -25,7 +25,7 @@ class Peak(NamedTuple):
     """'published' or 'measured'."""
 
     def of(self, devices: int) -> Peak:
-        """Of so many devices."""
+        """The peak of several such devices together."""
         return self._replace(flops=self.flops * devices, bandwidth=self.bandwidth * devices)
 
 
@@ -79,7 +79,7 @@ def product_rate(matrix: jax.Array, precision: str | None = None, calls: int = 1
 
 
 def copy_rate(entries: int = COPY_ENTRIES, calls: int = 5) -> float:
-    """Bytes/s of a copy of so many float32 entries, read and written, the fastest of three runs."""
+    """Bytes/s of a copy of `entries` float32 numbers, read and written, the fastest of three runs."""
     source, copied = jnp.zeros(entries, jnp.float32), jax.jit(lambda x: x + 1)
     return calls * 8.0 * entries / fastest(lambda: [copied(source) for _ in range(calls)])
 

@@ -123,7 +123,6 @@ def constrain(layout: Layout | None, x: Any, *names: str | None) -> Any:
 
     Args:
       layout: None, or of a single device: no constraint.
-      x: an array.
       names: of its first axes, as in `Layout`; the others are not sharded. An axis whose size does not divide is left
         to the compiler.
 
@@ -164,7 +163,7 @@ def param_specs(tree: Any, rules: Rules, mesh: Mesh, *, strict: bool = True) -> 
     """
     compiled = [(re.compile(pattern), spec) for pattern, spec in rules]
 
-    def spec_of(path, leaf) -> P:
+    def leaf_spec(path, leaf) -> P:
         name = jax.tree_util.keystr(path, simple=True, separator="/")
         shape = tuple(np.shape(leaf)) if not hasattr(leaf, "shape") else tuple(leaf.shape)
         if math.prod(shape) == 1:
@@ -180,7 +179,7 @@ def param_specs(tree: Any, rules: Rules, mesh: Mesh, *, strict: bool = True) -> 
         _check_spec(name, shape, spec, mesh)
         return spec
 
-    return jax.tree_util.tree_map_with_path(spec_of, tree)
+    return jax.tree_util.tree_map_with_path(leaf_spec, tree)
 
 
 def _spec_axes(entry: Any) -> tuple[str, ...]:

@@ -26,7 +26,7 @@ def are_deterministic() -> bool:
 
 
 def add(flags: Mapping[str, bool | str]) -> None:
-    """Adds flags to XLA_FLAGS. One that the user has set stays, but for lists of passes, which are joined."""
+    """Adds flags to XLA_FLAGS. A flag that the user has set stays, except for lists of passes, which are joined."""
     old_flags = flags_now()
     flags = {name: str(value).lower() if isinstance(value, bool) else value for name, value in flags.items()}
     merged = {**flags, **old_flags}

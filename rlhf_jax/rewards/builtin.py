@@ -144,7 +144,7 @@ def reasoning_gym_reward(
 ) -> list[float | None]:
     """The score that the verifier of the row's task in reasoning-gym gives, from 0 to 1 for most tasks.
 
-    What of a completion is its answer, and whether scores below 1 stay, is in the name of the data set
+    The name of the data set says which part of a completion is its answer, and whether scores below 1 are kept
     (`data.reasoning_gym.Source`). A completion without an answer, and one whose verification takes too long, get 0.
 
     Args:

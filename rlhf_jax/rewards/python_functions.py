@@ -189,7 +189,6 @@ class HostRewards:
           prompts, completions: B texts, or lists of messages.
           completion_ids: B lists of token ids.
           columns: the data set's other columns, B values each.
-          trainer_state: passed to the functions.
 
         Raises:
           RewardFailure: a function failed (failure='raise').

@@ -76,7 +76,7 @@ class Scored:
 
 @dataclasses.dataclass
 class _HeldRows:
-    """What a process knows on the host of a rollout of B rows: of the H that its devices hold."""
+    """What a process has on the host of a rollout of B rows: the H rows that its devices hold."""
 
     source: Any
     """The PromptData of the prompts."""
@@ -96,8 +96,8 @@ class _HeldRows:
 
 
 def open_model(path: str, revision: str | None) -> Any:
-    """A reward model without its weights. Its pad is that of its tokenizer, which TRL writes into the model's config,
-    or without one that of config.json."""
+    """A reward model without its weights. Its pad id is its tokenizer's, which TRL writes into the model's config;
+    if there is none, that of config.json."""
     model, pad = hf.load_model(path, revision=revision), data.own_pad_id(path, revision)
     return model if pad is None else dataclasses.replace(model, pad_id=pad)
 
@@ -414,7 +414,8 @@ class Scorer:
     def _fetch(
         self, rollout: Rollout, source, rows: np.ndarray, finite, conversations: Any
     ) -> tuple[_HeldRows, list[np.ndarray]]:
-        """What rewards on the host read of the rows of this process, and `finite` of these rows, in one transfer."""
+        """Fetches, in one transfer, what rewards on the host read of the rows of this process, and `finite` of these
+        rows."""
         held_rows = _HeldRows(source, rows, local_rows.held_rows(self._mesh, len(rows)))
         to_fetch = (rollout.response, rollout.lengths, rollout.ended) if self.needs_text else ()
         fetched, finite = local_rows.fetch((to_fetch, finite), self._mesh)

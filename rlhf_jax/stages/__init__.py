@@ -39,7 +39,6 @@ def open_stage(config: StageConfig, **objects: Any) -> Stage:
     """The stage of a config, its data and models loaded.
 
     Args:
-      config: a stage's.
       **objects: train_dataset, eval_dataset, optimizer (optax), weights (see `StageContext.open`), template_date (see
         `data.Tokenizer`), compile_ahead (whether the first update's programs compile while weights load: see
         `CompileAhead`); reward_funcs for a stage that samples. A train_dataset without an eval_dataset or

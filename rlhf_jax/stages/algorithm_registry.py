@@ -96,8 +96,6 @@ def policy_gradient_algorithm(
     """The record of an algorithm that is an `Objective` of the trainer.
 
     Args:
-      name, config: of the record.
-      objective: its equations.
       **options: other fields of the record, which override those of the trainer.
     """
     functions = ("make_experience", "update", "eval_metrics", "row_measures")

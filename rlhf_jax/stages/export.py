@@ -39,13 +39,12 @@ def export_model(
     """Writes a trained model. Every process must call it.
 
     A model that is trained in full goes to NAME/. Of one with adapters NAME/ has them merged and NAME_adapter/ is the
-    adapter; without export_merged NAME/ is the adapter. A base that is no checkpoint by itself is written to
+    adapter; without export_merged NAME/ is the adapter. A base that is not itself a checkpoint is written to
     NAME_base/.
 
     Args:
       name: 'policy', 'value' or 'reward_model'.
       network: the model and its frozen base.
-      trained: its trained params.
       tokenizer: written beside each.
       source: what training started from, whose image processor is copied.
       generation: of a model with a causal head; None: a scalar head.
@@ -62,7 +61,7 @@ def export_model(
     if generation is not None:
         trained = {key: value for key, value in trained.items() if key != "score"}  # a shared backbone's
     paths = {}
-    origin = origin_of(source if base is None else base, network.model.reads_images)
+    origin = adapter_origin(source if base is None else base, network.model.reads_images)
     if origin is None:
         base_path = paths[f"{name}_base"] = os.path.join(folder, f"{name}_base")
         _save_base(context, base_path, network, trained, **files)
@@ -108,7 +107,7 @@ def _save_adapter(
     multihost.wait_for_all("export of adapters")
 
 
-def origin_of(source: Source, with_images: bool = False) -> Source | None:
+def adapter_origin(source: Source, with_images: bool = False) -> Source | None:
     """What an adapter may name as its base: the source; None for random weights, merged adapters, and, without
     `with_images`, the text model of a checkpoint of images and text, in which PEFT would look for other names."""
     path, revision = source.path, source.revision
@@ -130,7 +129,6 @@ def save_checkpoint(
     """Writes a Hugging Face checkpoint with the tokenizer: the first process does, the others wait.
 
     Args:
-      path: folder.
       model, params: with a causal head, or else a scalar one.
       tokenizer, generation, source: as `export_model`.
     """

@@ -27,7 +27,6 @@ def open_guide(
     """The automaton of `structured_outputs_regex` or of the column that has each row's.
 
     Args:
-      config: options of sampling.
       tokenizer: the policy's.
       stop_ids, excluded_ids: as in `guided.token_automaton`.
 
@@ -36,7 +35,7 @@ def open_guide(
       responses start from)
 
     Raises:
-      UserError: an expression is refused or needs more tokens than response_length; a row's is no text.
+      UserError: an expression is refused or needs more tokens than response_length; a row's expression is not text.
     """
     column, fixed = config.structured_outputs_regex_column, config.structured_outputs_regex
     if column is None and fixed is None:

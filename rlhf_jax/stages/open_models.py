@@ -45,7 +45,7 @@ class Source(NamedTuple):
 
     @property
     def files(self) -> str:
-        """The folder of a checkpoint's files; of an adapter that of its base."""
+        """The folder of a checkpoint's files; for an adapter, the folder of its base."""
         return str(hf.resolve_base(hf.resolve(str(self.path), self.revision, weights=False), weights=False)[0])
 
     @property
@@ -76,7 +76,6 @@ def open_model(
     """A model and its tokenizer.
 
     Args:
-      source: where it comes from.
       tokenizer: a folder or hub name; None: the model's own.
       with_images: read a model of images and text with its vision tower; else as its text model.
       longest: tokens of the longest sequence.
@@ -87,7 +86,7 @@ def open_model(
     """
     if source.shape is not None:
         opened_tokenizer = open_tokenizer(tokenizer, source, None)
-        token = images.image_token_id_of(opened_tokenizer) if with_images else None
+        token = images.find_image_token_id(opened_tokenizer) if with_images else None
         return Opened(scratch_model(source.shape, opened_tokenizer.vocab_size, longest, token), opened_tokenizer)
     model = hf.load_model(str(source.path), revision=source.revision, images=with_images)
     check_context(model, longest, option, source.name)
@@ -160,7 +159,6 @@ def wants_images(source: Source, rows: data.Rows, columns: Sequence[str]) -> boo
     """Whether a model is to read images: it is of images and text, and its data has images.
 
     Args:
-      rows: data.
       columns: of its conversations.
 
     Raises:
@@ -266,7 +264,6 @@ def load_params(
 
     Args:
       context: of the stage; random weights are drawn by its config's seed.
-      source: where it comes from.
       head: 'causal'; 'scalar': the checkpoint's, or a new one where it has none.
       cast_on_load: as `Weights.load`.
       score_std: of a new scalar head, as `new_score_head`.

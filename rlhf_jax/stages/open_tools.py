@@ -1,4 +1,4 @@
-"""The tools and environments of a run: what its config, its data and its responses are with them."""
+"""The tools and environments of a run, and how they change its config, its data and its responses."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def open_tools(config: PolicyConfig, functions: Sequence[Callable], environment_
       environment_factory: in place of that of the config: a callable, or a dict of them; None: the config's.
 
     Raises:
-      UserError: a tool is no function with a schema, or an option does not go with tools.
+      UserError: a tool is not a function with a schema, or an option does not work with tools.
     """
     environments = open_environments(config.environment_factory, environment_factory, config.tool_timeout)
     tools = Tools(open_toolbox(config.tools, functions, config.tool_timeout), environments, config)

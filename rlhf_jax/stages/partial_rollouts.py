@@ -17,7 +17,8 @@ from rlhf_jax.types import Array, PartialResponses, Rollout, RolloutState, Unfin
 
 
 def initial(config: PolicyConfig, prompts: int, width: int, *, tools: bool = False) -> RolloutState | None:
-    """What the first rollout of a run starts with, as numpy arrays; None: rollouts need nothing of earlier ones.
+    """The state that the first rollout of a run starts with, as numpy arrays; None: rollouts do not depend on earlier
+    ones.
 
     Args:
       prompts: rows of the data set.
@@ -60,7 +61,8 @@ def layout(state: RolloutState, mesh) -> Any:
 
 
 def expected_lengths(response_lengths: Array, rows: Array, most: int) -> Array:
-    """Of responses to prompts `rows` [P]: those of their last visit; of a new prompt `most`. [P] float32."""
+    """Expected lengths of the responses to prompts `rows` [P]: the mean at their last visit, `most` for a new prompt.
+    [P] float32."""
     lengths = response_lengths[rows]
     return jnp.where(lengths < 0, jnp.float32(most), lengths)
 
@@ -71,7 +73,7 @@ def by_response(values: Any, count: int) -> Any:
 
 
 def row_keys(key: Array, rows: Array, unfinished: Unfinished) -> Array:
-    """Typed keys of rows [B]: of this rollout, or for responses that go on those that they started with."""
+    """Typed keys of rows [B]: those of this rollout; responses that go on have the keys that they started with."""
     fresh = jax.vmap(jax.random.fold_in, (None, 0))(key, rows)
     row_mask = by_response(unfinished.held, len(rows))
     data = jnp.where(row_mask[:, None], unfinished.keys, jax.random.key_data(fresh))
@@ -92,7 +94,7 @@ def begun(unfinished: Unfinished) -> PartialResponses:
 def keep(
     state: RolloutState, rollout: Rollout, prompt_rows: Array, keys: Array | None, step: Array, mesh
 ) -> tuple[Rollout, RolloutState]:
-    """What an update trains on of a rollout, and what is kept of it.
+    """Splits a rollout into what the update trains on and what later rollouts need.
 
     Args:
       state: before.
@@ -109,7 +111,7 @@ def keep(
     if before is not None:
         row_finished = rollout.ended | (lengths >= rollout.response.shape[1])
         finished = jnp.all(row_finished.reshape(len(before.held), -1), axis=1)
-        # As much as was taken: of this rollout's places those that held nothing.
+        # Places without unfinished responses took a new prompt each.
         taken = before.taken + jnp.sum(~before.held).astype(jnp.int32)
         unfinished = Unfinished(
             rows=before.rows,
@@ -133,7 +135,7 @@ def keep(
 
 
 def rows_of_update(train_data, seed: int, unfinished: Unfinished) -> np.ndarray:
-    """The prompts of an update's places, on the host: those that go on, and the next ones of the data set elsewhere.
+    """The prompt of each place of an update, on the host: the one that goes on, or else the next one of the data set.
 
     Args:
       seed: of their order.

@@ -56,7 +56,6 @@ def sampling_of(
       config: sampling options, response_length, stop_token, stop_token_id, stop_token_ids.
       eos_ids: `Tokenizer.eos_ids`; the first fills the columns after a response.
       temperature: overrides that of the config and of generation_kwargs.
-      suppress_ids: of `Sampling`.
     """
     options = config.sampling()
     if temperature is not None:
@@ -160,7 +159,7 @@ class Programs:
         return self.models.reference is not None
 
     def reference_params(self, state: TrainState | None = None) -> Params | None:
-        """The reference's params on the device: the state's where updates move it, else those of the start."""
+        """The reference's params on the device: the state's if updates move the reference, else the initial ones."""
         if state is not None and state.ref_params is not None:
             return state.ref_params
         return None if self.models.reference is None else sharding.resident(self.models.reference.params)
@@ -196,7 +195,7 @@ class Programs:
           temperature: None: the config's.
           group_size: responses to a prompt.
           rollout_state: of the rollout before, in training.
-          begun: what the P * group_size responses have already; None: what `rollout_state.unfinished` has, or nothing.
+          begun: what the P * group_size responses begin with; None: what `rollout_state.unfinished` has, or nothing.
 
         Returns:
           (Rollout of P * group_size rows, RolloutState for the next rollout). With `rollout_state.unfinished` rows of a
@@ -414,7 +413,7 @@ class Programs:
         models = self._with_params(trained, base, ref_params).with_automaton(automaton)
         experience, metrics = self.algorithm.make_experience(models, scored, config=self.config, kl_coef=kl_coef)
         # Of the scores as the rewards returned them: clipping may hide an infinity.
-        causes = nonfinite.causes_of(score=jnp.where(scored.scorable, scored.scores, 0.0))
+        causes = nonfinite.find_causes(score=jnp.where(scored.scorable, scored.scores, 0.0))
         lengths = length_metrics(scored.rollout, self.unused_ids)
         return experience, {**lengths, "nonfinite/causes": causes, **metrics}
 
@@ -479,7 +478,7 @@ class Programs:
 
 
 def prompt_width(config: LengthOptions) -> int:
-    """Columns of the longest prompts that there may be."""
+    """Maximum prompt width in columns."""
     return max(config.length_buckets or (8 * math.ceil(config.query_length / 8),))
 
 

@@ -34,8 +34,8 @@ from rlhf_jax.stages.open_models import Source
 from rlhf_jax.stages.open_tools import open_tools
 from rlhf_jax.stages.programs import Programs, prompt_width, sampling_of
 from rlhf_jax.stages.stage import Stage
-from rlhf_jax.stages.stage_context import StageContext, inputs_of, state_shardings
-from rlhf_jax.stages.turns import of_update, respond
+from rlhf_jax.stages.stage_context import StageContext, input_fingerprints, state_shardings
+from rlhf_jax.stages.turns import respond, update_label
 from rlhf_jax.stages.work import Shape, Work, rollout_work
 from rlhf_jax.types import Experience, Images, Params, PartialResponses, PromptBatch, Rollout, TrainState, Unfinished
 from rlhf_jax.utils.clock import Clock
@@ -112,7 +112,7 @@ class RolloutStage(Stage):
         if programs is not None and same_structure(programs.state_shardings, state_shardings(self.state)):
             self._build(programs.replace(models=self.models))
         else:
-            self._build(self._programs_of(loaded, optimizer))
+            self._build(self._make_programs(loaded, optimizer))
         # What changes from update to update:
         self.phase = "update"
         self._prompt_lengths: dict[int, np.ndarray] = {}  # of the last two updates
@@ -179,8 +179,8 @@ class RolloutStage(Stage):
         """Ids that are never sampled."""
         return (*self.opened.policy.suppress_ids, *self.suppress_ids)
 
-    def _programs_of(self, loaded: rollout_models.LoadedModels, optimizer) -> Programs:
-        """The programs for these models; what they are compiled with is the form of params alone."""
+    def _make_programs(self, loaded: rollout_models.LoadedModels, optimizer) -> Programs:
+        """The programs for these models; only the shapes of params, not their values, are compiled in."""
         policy = self.opened.policy
         return Programs(
             context=self.context,
@@ -202,7 +202,7 @@ class RolloutStage(Stage):
         self._next_prompts = {0: prompts}
         context = dataclasses.replace(self.context, weights=AbstractWeights(self.mesh))
         loaded = self._load(context, optimizer)
-        programs = self._programs_of(loaded, optimizer)
+        programs = self._make_programs(loaded, optimizer)
         self.compiling = CompileAhead(
             lambda build: self._trace(
                 programs.replace(run=build), loaded.state, loaded.reward_params, prompts.tokens.shape[1], prompts.images
@@ -273,7 +273,7 @@ class RolloutStage(Stage):
             prompts,
             self.train_data,
             group_size=group_size,
-            at=of_update(step),
+            at=update_label(step),
             tick=tick,
             unfinished=unfinished,
         )
@@ -387,7 +387,7 @@ class RolloutStage(Stage):
         rows = partial_rollouts.rows_of_update(self.train_data, self.config.seed, unfinished)
         on_mesh = self.weights.place(rows, sharding.replicated(self.mesh))
         rollout = state.rollout.replace(unfinished=state.rollout.unfinished.replace(rows=on_mesh))
-        prompts = self.train_data.of_rows(rows, self.context.local_rows(len(rows)))
+        prompts = self.train_data.batch_from_rows(rows, self.context.local_rows(len(rows)))
         return prompts, state.replace(rollout=rollout), unfinished
 
     # --- between updates
@@ -418,7 +418,7 @@ class RolloutStage(Stage):
     def inputs(self) -> dict[str, str]:
         """As `Stage.inputs`."""
         date = self.scorer.template_date if self.train_data.conversational else None
-        return inputs_of(self.context, self.train_data, self.eval_sets, date, self.tokenizer.stop_ids)
+        return input_fingerprints(self.context, self.train_data, self.eval_sets, date, self.tokenizer.stop_ids)
 
     def frozen(self) -> dict[str, Params]:
         """As `Stage.frozen`."""
@@ -545,7 +545,7 @@ class RolloutStage(Stage):
 
 
 def refuse_options_of_adamw(config: OptimizerOptions) -> None:
-    """Refuses options that treat the critic apart beside an optimizer of the user's, which is used as it is.
+    """Refuses options for the critic's part of the optimizer if the user gives an optimizer, which is used as it is.
 
     Raises:
       UserError: names the option.

@@ -335,7 +335,8 @@ def copied_in_float32(config: PolicyConfig, opened: OpenedModels, reward_models:
 
 
 def load_policy(context: StageContext[PolicyConfig], opened: OpenedModels, cast: bool) -> Params:
-    """The params that the policy starts from; with adapters those of their base, cast as it is kept."""
+    """The params that the policy starts from; with adapters those of their base, cast to the dtype in which it is
+    kept."""
     config, source, cast_on_load = context.config, policy_source(context.config), None
     if config.use_peft:
         start = opened.adapters.start

@@ -71,7 +71,7 @@ class Stage:
         return [], []
 
     def training_completions(self) -> Completions:
-        """The responses of the last update where the config asks for them, once; else empty."""
+        """The responses of the last update, once, if the config asks for them; else empty."""
         return [], []
 
     def row_record(self) -> dict[str, Any] | None:
@@ -83,8 +83,8 @@ class Stage:
         return []
 
     def work(self, step: int, tokens: int) -> dict[str, Work]:
-        """The work of each phase of update `step` (1-based, one of the last two) with so many tokens; empty where it
-        is not known."""
+        """The work of each phase of update `step` (1-based, one of the last two), which had `tokens` tokens; empty if
+        it is not known."""
         return {}
 
     def nonfinite_rows(self, step: int) -> list[dict[str, Any]]:
@@ -107,11 +107,11 @@ class Stage:
         return state
 
     def inputs(self) -> dict[str, str]:
-        """Fingerprints of every data set and starting checkpoint, by what it is."""
+        """Fingerprints of every data set and starting checkpoint, by name."""
         raise NotImplementedError
 
     def frozen(self) -> dict[str, Any]:
-        """Params of the models that are never trained, by what they are."""
+        """Params of the models that are never trained, by name."""
         raise NotImplementedError
 
     def trace_programs(self, build: Any, *, first_batch: bool = False) -> None:
@@ -120,7 +120,7 @@ class Stage:
 
         Args:
           build: see `dry_run.memory` and `CompileAhead`.
-          first_batch: of the first update's batch; else of the longest rows that there may be.
+          first_batch: for the first update's batch; else for rows of the maximum length.
         """
         raise NotImplementedError
 

@@ -130,15 +130,15 @@ def progress_metrics(state: TrainState, rate: Array | None, names: tuple[str, ..
     return {**rates, "episode": state.episodes, "epoch": epoch}
 
 
-def inputs_of(
+def input_fingerprints(
     context: StageContext,
     train_data: Any,
     eval_sets: dict[str, Any],
     template_date: str | None = None,
     stop_ids: tuple[int, ...] | None = None,
 ) -> dict[str, str]:
-    """The fingerprint of every data set and starting checkpoint of a run, by what it is; the date that its chat
-    templates print, if they do, and the ids of stop_token_ids, which a file may hold.
+    """The fingerprint of every data set and starting checkpoint of a run, by name; also the date that its chat
+    templates print, if they print one, and the ids of stop_token_ids, which may come from a file.
 
     Args:
       template_date: printed by the template of a reward model.

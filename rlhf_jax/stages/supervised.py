@@ -26,7 +26,7 @@ from rlhf_jax.stages.open_models import Source
 from rlhf_jax.stages.stage import Stage
 from rlhf_jax.stages.stage_context import (
     StageContext,
-    inputs_of,
+    input_fingerprints,
     progress_metrics,
     state_shardings,
     update_key,
@@ -82,7 +82,7 @@ class SupervisedAlgorithm(Algorithm, Generic[ConfigT]):
         return []
 
     def work(self, config: ConfigT, model: Model, tokens: int) -> Work | None:
-        """The work of an update with so many tokens; None: not known."""
+        """The work of an update with `tokens` tokens; None if it is not known."""
         return None
 
     def texts(self, tokenizer, batch, row: int) -> dict[str, Any]:
@@ -289,8 +289,8 @@ class SupervisedStage(Stage):
         return [row for some in rows for row in some]
 
     def nonfinite_rows(self, step: int) -> list[dict[str, Any]]:
-        """All rows of the update's batch, since a gradient is of them all: the row of the data, or the rows of a pack,
-        and its texts."""
+        """All rows of the update's batch, since the gradient depends on all of them: for each its row of the data, or
+        the rows of a pack, and its texts."""
         config, size = self.config, self.config.batch_size
         batch = self.train_data.batch(config.seed, step - 1, size)
         rows = self.train_data.rows_of(config.seed, step - 1, size)
@@ -303,7 +303,7 @@ class SupervisedStage(Stage):
 
     def inputs(self) -> dict[str, str]:
         """As `Stage.inputs`."""
-        return inputs_of(self.context, self.train_data, self.eval_sets)
+        return input_fingerprints(self.context, self.train_data, self.eval_sets)
 
     def frozen(self) -> dict[str, Params]:
         """As `Stage.frozen`."""
@@ -316,7 +316,7 @@ class SupervisedStage(Stage):
         build("update", self.update_step, *resident, batch, self.optimizer.peaks, resident=resident)
 
     def _batch_shapes(self, columns: int | None) -> Any:
-        """Shapes of a batch whose rows have so many columns; None: those of the first batch."""
+        """Shapes of a batch whose rows have this many columns; None: those of the first batch."""
 
         def shape(x):
             rest = x.shape[1:] if columns is None or x.ndim != 2 else (columns,)

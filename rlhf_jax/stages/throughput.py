@@ -9,7 +9,7 @@ from rlhf_jax.stages.stage import Stage
 
 
 class Throughput:
-    """Computes what timings.jsonl has of an update's speed, from its work by formula (see `work`) and its seconds.
+    """Computes the speed of an update for timings.jsonl, from its work by formula (see `work`) and its seconds.
 
     Attributes:
       peak: of all devices of the mesh; None before the first update ended.

@@ -1,4 +1,4 @@
-"""Responses of several turns: generate, call tools, go on with their results, for the rows that called.
+"""Responses of several turns: generate, call tools, and generate again after their results in the rows that called.
 
 The tokens of earlier turns are kept as they were sampled. Results of tools are part of the response, and its mask
 `Rollout.sampled` leaves them out. One program generates all turns. A turn that `rollout_max_steps` cuts continues while
@@ -40,7 +40,7 @@ class Conversations:
 
     Attributes:
       messages: of each of the H responses.
-      environments: of each of them; None: there are none.
+      environments: one for each response; None without environments.
       responses, calls, failures: of all processes: responses that are finished, calls of tools in them, and those that
         failed.
       seconds: that resets and calls took.
@@ -133,8 +133,8 @@ class _TurnResult(NamedTuple):
 
 @dataclasses.dataclass
 class _GoingOn:
-    """What responses that go on in the next update have besides their tokens: by row, of this process but `prompts` and
-    `counts`, which are of all."""
+    """What is stored besides tokens of responses that go on in the next update, by row: the rows of this process, but
+    of all processes in `prompts` and `counts`."""
 
     states: dict[int, _Row] = dataclasses.field(default_factory=dict)
     environments: dict[int, Any] = dataclasses.field(default_factory=dict)
@@ -144,8 +144,8 @@ class _GoingOn:
 
 @dataclasses.dataclass
 class _Batch:
-    """Responses of a rollout: those that this process holds, with the prompts' tokens and the environments of its own,
-    and the `counts` of all."""
+    """The responses of a rollout that this process holds, with the lengths of their prompts and their environments, and
+    the `counts` of all responses."""
 
     responses: _LocalResponses
     prompt_lengths: dict[int, int]
@@ -222,7 +222,6 @@ class Turns:
     """The turns of a policy's responses.
 
     Args:
-      toolbox: the tools.
       environments: None: there are none.
       calls: how the policy calls them.
     """
@@ -284,7 +283,7 @@ class Turns:
           unfinished: of the update before, with `held` and `began` as numpy arrays; None: all responses begin.
 
         Raises:
-          UserError: a reset failed, a prompt is too long, or a tool returned what is no text, on any process.
+          UserError: a reset failed, a prompt is too long, or a tool returned something other than text, on any process.
         """
         began = time.perf_counter()
         count, columns = len(rows), self._config.response_length
@@ -301,14 +300,14 @@ class Turns:
         earlier = self._going_on if goes_on.any() and self._going_on is not None else _GoingOn()
         environments, prompts_of = earlier.environments, earlier.prompts
         if self._environments is not None:
-            # After a resume those that go on come first, whose instances were the first of the checkpoint.
+            # After a resume the responses that go on come first: their instances were the first of the checkpoint.
             beginning = sorted(
                 (row for row in process_rows if resumes or not goes_on[row]), key=lambda row: not goes_on[row]
             )
             opened, begun = self._begin(source, rows, beginning, go_on=unfinished is not None)
             environments, prompts_of = environments | opened, prompts_of | begun
             source, rows = self._with_prompts(source, rows, prompts_of)
-            prompts = source.of_rows(rows, device_rows)
+            prompts = source.batch_from_rows(rows, device_rows)
         placed = place(prompts)
         texts = source.display_texts(rows[device_rows])
         responses.states = {
@@ -351,7 +350,7 @@ class Turns:
         return Responses(rollout, state, placed, source, rows, conversations, present)
 
     def _keep(self, batch: _Batch, prompts: Mapping[int, _Prompt], later: Sequence[int]) -> None:
-        """Keeps what the responses `later` have besides their tokens, which go on in the next update."""
+        """Stores what the responses `later`, which go on in the next update, have besides their tokens."""
 
         def of(values: Mapping[int, Any]) -> dict[int, Any]:
             return {row: values[row] for row in later if row in values}
@@ -381,7 +380,7 @@ class Turns:
             of_data = [{**source.raw[i], **prompt} for i, prompt in zip(numbers, prompts, strict=True)]
             instances, texts = environments.begin(of_data, go_on=go_on)
             for row, data, text in zip(beginning, of_data, texts, strict=True):
-                result.append((row, *self._prompt(source, int(rows[row]), environments.name_of(data), text)))
+                result.append((row, *self._prompt(source, int(rows[row]), environments.environment_name(data), text)))
         except UserError as raised:
             error = raised
         parts = multihost.agree(result, error)
@@ -419,7 +418,7 @@ class Turns:
             schemas = [*self._toolbox.schemas, *self._environments.schemas[name]]
             kwargs = {**(self._config.chat_template_kwargs or {}), "tools": schemas or None}
             self._templates[name] = ChatTemplate(self._calls.tokenizer, kwargs)
-        template = self._templates[name].of_row(source.raw[row])
+        template = self._templates[name].for_row(source.raw[row])
         rendered = template.render(text_messages(messages), generation_prompt=True)
         ids, most = self._calls.tokenizer.encode(rendered), self._config.query_length
         if len(ids) > most:
@@ -432,17 +431,16 @@ class Turns:
     # --- a turn
 
     def _call(self, batch: _Batch, ended: Sequence[int]) -> list[_TurnResult]:
-        """Makes the calls of turns that ended, each process those of its own rows, and takes over what was said.
+        """Makes the calls of turns that ended, each process for its own rows, and shares what was said.
 
         Args:
-          batch: the responses.
           ended: rows of this process whose turn ended.
 
         Returns:
           What was said in the responses of all processes.
 
         Raises:
-          UserError: a tool returned what is no text or not what is recorded, on any process.
+          UserError: a tool returned something other than text, or not what is recorded, on any process.
         """
         outcomes: list[_TurnResult] = []
         error = None
@@ -499,7 +497,7 @@ class Turns:
         tokens, results = {row: responses.tokens(row) for row in rows}, {row: responses.results(row) for row in rows}
         turns = {row: len(results[row]) + (not responses.cut(row)) for row in rows}
         for row in rows:
-            responses.states[row].at = of_update(int(began[row]))
+            responses.states[row].at = update_label(int(began[row]))
         for turn in range(max(multihost.agree(max(turns.values(), default=0)))):
             suffixes: dict[int, list[int] | None] = {}
             for row in (row for row in rows if turn < turns[row]):
@@ -562,7 +560,7 @@ class Turns:
             self._environments.close()
 
 
-def of_update(step: int) -> str:
+def update_label(step: int) -> str:
     """What the responses of an update, counted from 0, are called in the records."""
     return f"update {step + 1}"
 

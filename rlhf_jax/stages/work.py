@@ -46,14 +46,14 @@ class Shape:
         return self.heads or self.width
 
     @property
-    def kept(self) -> int:
+    def cached(self) -> int:
         """Entries of keys and values of a token and layer."""
         return 2 * (self.key_value or self.attended)
 
     @property
     def qkv(self) -> int:
         """Entries of a layer's matrices for query, key and value."""
-        return self.width * (self.attended + self.kept)
+        return self.width * (self.attended + self.cached)
 
     @property
     def matrices(self) -> int:
@@ -156,7 +156,7 @@ def decode_bytes(shape: Shape, prompts: Sequence[int], group: int, response: flo
     """Bytes that decoding reads: all matrices each step, and keys and values, those of a prompt once per group."""
     steps, rows = response - 1, len(prompts) * group
     weights = shape.matrices + shape.width * shape.vocab
-    entries = shape.layers * shape.kept  # entries of keys and values per token
+    entries = shape.layers * shape.cached  # entries of keys and values per token
     read = steps * (weights + entries * sum(prompts)) + entries * rows * causal(steps)
     return read * itemsize
 

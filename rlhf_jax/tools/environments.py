@@ -21,7 +21,7 @@ STATE = ("state", "load_state")
 
 
 class Environments:
-    """Instances by the name of their factory, as many as a batch has responses; they are reset and used again, but
+    """Instances by the name of their factory, one for each response of a batch; they are reset and used again, except
     those of responses that go on.
 
     Attributes:
@@ -34,7 +34,7 @@ class Environments:
       timeout: seconds of a reset.
 
     Raises:
-      UserError: a factory fails, an instance has no reset, or a method is no tool.
+      UserError: a factory fails, an instance has no reset, or a method is not a tool.
     """
 
     def __init__(self, factories: Mapping[str | None, Callable], timeout: float):
@@ -71,7 +71,7 @@ class Environments:
             names = ", ".join(map(repr, self._pool))
             raise UserError(f"{where}: {NAME!r} is {row.get(NAME)!r:.60}; environment_factory has {names}")
 
-    def name_of(self, row: Mapping[str, Any]) -> str | None:
+    def environment_name(self, row: Mapping[str, Any]) -> str | None:
         """The environment of a row."""
         return row[NAME] if self.several else None
 
@@ -91,7 +91,7 @@ class Environments:
         used = dict(self._going_on)
         instances, texts = [], []
         for row in rows:
-            name = self.name_of(row)
+            name = self.environment_name(row)
             if used[name] == len(self._pool[name]):
                 self._pool[name].append(self._new(name))
             instance = self._pool[name][used[name]]
@@ -107,7 +107,7 @@ class Environments:
         return instances, texts
 
     def hold(self, instances: Sequence[Any]) -> None:
-        """Says which instances are of responses that go on: they are not reset until the next call."""
+        """Marks the instances of responses that go on: they are not reset until the next call."""
         ranks = {id(instance): rank for rank, instance in enumerate(instances)}
         for name, pool in self._pool.items():
             pool.sort(key=lambda instance: ranks.get(id(instance), len(ranks)))
@@ -115,8 +115,8 @@ class Environments:
         self._states_before = {number: state for number, state in self._states_before.items() if number in ranks}
 
     def states(self) -> dict[str, list[Any]]:
-        """What instances with `STATE` keep, by the name of their factory ('': the only one), for a checkpoint: those of
-        responses that go on what they kept before.
+        """The states of instances with `STATE`, by the name of their factory ('': the only one), for a checkpoint: for
+        responses that go on, the states before their resets.
 
         Raises:
           UserError: `state` of one fails or returns no JSON types.
@@ -157,7 +157,7 @@ class Environments:
         return lost
 
     def keep(self) -> None:
-        """Leaves the instances as they are: later responses have others."""
+        """Leaves the instances as they are: later responses get other ones."""
         self._pool = {name: [] for name in self._pool}
 
     def close(self) -> None:

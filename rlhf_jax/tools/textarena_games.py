@@ -1,7 +1,7 @@
 """Games of the package textarena as environments: 'textarena:GAME', as 'textarena:GuessTheNumber-v0'.
 
 Games of one player that load nothing from the network. They draw from Python's and numpy's global generators, so each
-instance has states of its own of these, which are in place while it plays.
+instance has its own states of these, which are set while it plays.
 """
 
 from __future__ import annotations

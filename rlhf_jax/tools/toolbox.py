@@ -52,7 +52,6 @@ class Toolbox:
     the same time.
 
     Args:
-      functions: tools.
       timeout: seconds of one call.
 
     Raises:
@@ -83,13 +82,13 @@ class Toolbox:
 
         Args:
           rows: the calls of each, as `ToolCalls.parse` returns them under 'tool_calls'.
-          methods: further tools of each row, those of its environment.
+          methods: further tools of each row: the methods of its environment.
           records: functions whose calls are recorded are not called again; methods of environments are. The others are
             recorded.
           places: `at`, `row` and `turn` of each row in the records.
 
         Raises:
-          UserError: a result is no text, or not the one that is recorded.
+          UserError: a result is not text, or not the one that is recorded.
         """
         results: list[list[RecordedCall]] = [[{} for _ in calls] for calls in rows]
         together: list[tuple[int, int, Call]] = []

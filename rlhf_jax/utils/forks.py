@@ -1,4 +1,5 @@
-"""Forked children of the process: what they must not inherit, and that none of them runs on in the code of a run."""
+"""Forked children of the process: what they must not inherit, and how they are kept from continuing in the code of a
+run."""
 
 from __future__ import annotations
 
@@ -63,7 +64,7 @@ if hasattr(os, "register_at_fork"):  # not on Windows, which has no fork
 def no_child_leaves() -> Iterator[None]:
     """Ends a child that was forked within it and leaves it: with 0, the code of a SystemExit, or 1 and a traceback.
 
-    Returning into the run, it would go on training, write the run's files, or close them.
+    A child that returned into the run would go on training, write the run's files, or close them.
     """
     process = os.getpid()
     try:

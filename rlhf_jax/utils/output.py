@@ -52,7 +52,7 @@ class Output:
 
     @contextlib.contextmanager
     def _losing(self) -> Iterator[None]:
-        """Loses what a closed stream, a pipe without a reader, a lost terminal or a full disk does not take."""
+        """Drops output that a closed stream, a pipe without a reader, a lost terminal or a full disk does not take."""
         try:
             yield
             self.loses = self._discards
@@ -76,7 +76,7 @@ class Output:
 
 
 def show(text: str) -> None:
-    """Prints what a command was asked for, as its help; quietly where the reader has gone, as in `--help | head`."""
+    """Prints the output of a command, such as its help, and ignores that the reader has gone, as in `--help | head`."""
     with guarded_output():
         if isinstance(sys.stdout, Output):
             sys.stdout.lose_quietly()

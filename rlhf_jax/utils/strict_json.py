@@ -1,4 +1,4 @@
-"""Strict JSON: every digit of a number kept, NaN and the infinities as strings, no character that a terminal obeys."""
+"""Strict JSON: every digit of a number kept, NaN and the infinities as strings, no terminal control characters."""
 
 from __future__ import annotations
 
@@ -41,7 +41,6 @@ def json_text(value: Any, indent: int | None = None, default: Callable[[Any], st
 
     Args:
       value: dicts, lists, tuples and numpy arrays of scalars and strings.
-      indent: as json.dumps.
       default: text of a value of another type; None: it is a TypeError.
 
     Returns:

@@ -19,9 +19,9 @@ _PASSWORD = re.compile(r"(?<=://)[^\s/?#]*@")
 
 
 def printable(text: str) -> str:
-    """The text with what a terminal would execute or cannot show as escapes such as \\x1b, \\u202e and \\ud800: control
-    characters but line ends and tabs (escape sequences move the cursor, set titles, fill the clipboard), marks that
-    change the direction of text, and unpaired surrogates."""
+    """The text with characters that a terminal would execute or cannot show replaced by escapes such as \\x1b, \\u202e
+    and \\ud800: control characters but line ends and tabs (escape sequences move the cursor, set titles, fill the
+    clipboard), marks that change the direction of text, and unpaired surrogates."""
 
     def escape(match: re.Match[str]) -> str:
         character = match[0]

@@ -68,17 +68,17 @@ def uneven_problem(rng: np.random.Generator, split: str) -> arithmetic.Problem:
         count = min(arithmetic.MIN_TERMS - 1 + int(rng.geometric(1 / (1 + MEAN_MORE_TERMS))), MOST_TERMS)
         problem = arithmetic.random_problem(rng, count)
         small = max(np.cumsum(problem.terms)) < arithmetic.LARGEST_RESULT - 2 * max(arithmetic.ERRORS)
-        if small and arithmetic.split_of(problem.expression) == split:
+        if small and arithmetic.assigned_split(problem.expression) == split:
             return problem
 
 
 def write_split(folder: Path, split: str, size: int) -> None:
     """SPLIT.jsonl, JSON lines {"prompt", "completion", "solution"}. Splits share no sum."""
-    rows, rates = [], (arithmetic.ERROR_RATE, arithmetic.OTHER_FORMAT_RATE)
+    rows = []
     for number in range(size):
         rng = np.random.default_rng([SPLITS.index(split), number])
         problem = uneven_problem(rng, split)
-        completion = arithmetic.make_solution(problem, rng, *rates)
+        completion = arithmetic.make_solution(problem, rng)
         rows.append({"prompt": problem.prompt, "completion": completion, "solution": problem.solution})
     (folder / f"{split}.jsonl").write_text("".join(json_text(row) + "\n" for row in rows), encoding="utf-8")
 

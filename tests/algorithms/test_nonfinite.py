@@ -135,7 +135,7 @@ def test_an_update_may_learn_until_the_limit():
 def test_causes_have_names_and_only_floats_are_looked_at():
     arrays = {"score": jnp.array([1.0, jnp.nan]), "value": {"a": jnp.array([1.0]), "b": jnp.arange(3)}}
     arrays["loss"] = jnp.float32(-jnp.inf)
-    assert nonfinite.cause_names(int(nonfinite.causes_of(**arrays))) == ["score", "loss"]
+    assert nonfinite.cause_names(int(nonfinite.find_causes(**arrays))) == ["score", "loss"]
     assert nonfinite.cause_names(sum(1 << i for i in range(len(nonfinite.CAUSES)))) == list(nonfinite.CAUSES)
     assert bool(nonfinite.is_finite({"n": jnp.int32(3), "none": None}))
 

@@ -1,6 +1,7 @@
 """The arithmetic task: right answers, noise at its rates, disjoint splits, a tokenizer that round-trips."""
 
 import re
+import types
 
 import numpy as np
 import pytest
@@ -16,8 +17,9 @@ SOLUTION = "<think>7+5=12\n12-8=4\n4+3=7</think>\\boxed{7}"
 
 def test_a_problem_by_hand():
     assert PROBLEM.prompt == "Compute 7+5-8+3:\n" and PROBLEM.solution == "7"
-    assert arithmetic.worked_steps(PROBLEM) == ["7+5=12", "12-8=4", "4+3=7"]
-    assert arithmetic.make_solution(PROBLEM) == SOLUTION
+    without_errors = types.SimpleNamespace(random=lambda: 1.0)
+    assert arithmetic.worked_steps(PROBLEM, without_errors) == ["7+5=12", "12-8=4", "4+3=7"]
+    assert arithmetic.make_solution(PROBLEM, without_errors) == SOLUTION
 
 
 def test_answers_are_right_and_no_sum_leaves_the_vocabulary():
@@ -29,8 +31,10 @@ def test_answers_are_right_and_no_sum_leaves_the_vocabulary():
         assert min(np.cumsum(terms)) >= 0 and max(np.cumsum(terms)) <= arithmetic.LARGEST_RESULT
 
 
-def test_a_solution_without_noise_is_exact_and_in_form():
-    rows = arithmetic.demonstrations(300, error_rate=0.0, other_format_rate=0.0)
+def test_a_solution_without_noise_is_exact_and_in_form(monkeypatch):
+    monkeypatch.setattr(arithmetic, "ERROR_RATE", 0.0)
+    monkeypatch.setattr(arithmetic, "OTHER_FORMAT_RATE", 0.0)
+    rows = arithmetic.demonstrations(300)
     texts = [row["completion"] for row in rows]
     assert set(rewards.exact_match_reward(texts, [row["solution"] for row in rows])) == {1.0}
     assert set(rewards.boxed_format_reward(texts)) == {1.0}
@@ -53,9 +57,10 @@ def test_noise_has_its_rates_and_goes_on_from_a_wrong_step():
     assert in_form == pytest.approx(1 - arithmetic.OTHER_FORMAT_RATE, abs=0.025)
 
 
-def test_lengths_are_uneven():
+def test_lengths_are_uneven(monkeypatch):
+    monkeypatch.setattr(arithmetic, "OTHER_FORMAT_RATE", 0.0)
     tokenizer = data.load_tokenizer("arithmetic")
-    lengths = [len(tokenizer.encode(row["completion"])) for row in arithmetic.demonstrations(500, other_format_rate=0)]
+    lengths = [len(tokenizer.encode(row["completion"])) for row in arithmetic.demonstrations(500)]
     assert (min(lengths), max(lengths)) == (16, 46) and np.std(lengths) > 8
 
 

@@ -125,10 +125,10 @@ def test_others_wait_for_the_first(folder, monkeypatch, capsys):
 
 
 def test_a_key_is_of_its_parts_and_of_the_code(monkeypatch):
-    keys = {arrow_cache.key_of(parts) for parts in (["a", 1], ["a", 2], ["a", [1]], ["a", None])}
-    assert len(keys) == 4 and arrow_cache.key_of(["a", 1]) in keys
+    keys = {arrow_cache.entry_key(parts) for parts in (["a", 1], ["a", 2], ["a", [1]], ["a", None])}
+    assert len(keys) == 4 and arrow_cache.entry_key(["a", 1]) in keys
     monkeypatch.setattr(arrow_cache, "_code", lambda: ["another version"])
-    assert arrow_cache.key_of(["a", 1]) not in keys
+    assert arrow_cache.entry_key(["a", 1]) not in keys
 
 
 def test_the_content_of_a_file_identifies_it(folder, tmp_path):

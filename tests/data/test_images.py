@@ -87,7 +87,7 @@ def test_prompts_with_no_one_and_several_images_in_one_batch(of):
     tiles = [0, 5, 7 + 5, 0]  # 20 x 12 is enlarged to 48 x 32: 2 rows of 3, and the whole
     tiles = [sum(of[True][1].tiles(source.read())[0].shape[0] for source in row) for row in made.images.sources]
     assert counts == [tiny.TOKENS * n for n in tiles] and tiles[0] == tiles[3] == 0 and tiles[2] > tiles[1] > 1
-    batch = made.of_rows(np.array([2, 0]))
+    batch = made.batch_from_rows(np.array([2, 0]))
     assert batch.images.pixels.shape == (2, max(tiles), 3, tiny.SIZE, tiny.SIZE)
     assert batch.images.pixels.dtype == np.uint8 and not batch.images.pixels[1].any()
     first = of[True][1].tiles(made.images.sources[2][0].read())[0]
@@ -144,7 +144,7 @@ def test_demonstrations_are_not_trained_on_image_tokens(of):
     answer = [{"role": "assistant", "content": "w9"}]
     rows = [{"prompt": USER, "completion": answer, "images": [png()]}, {"prompt": USER, "completion": answer}]
     made = make_demonstrations(files.from_list(rows, "rows"), tokenizer, processor=processor)
-    batch = made.of_rows(np.array([0, 1]))
+    batch = made.batch_from_rows(np.array([0, 1]))
     np.testing.assert_array_equal(batch.loss_mask, (batch.tokens != tiny.IMAGE) & (batch.tokens != tiny.PAD))
     assert batch.images.pixels.shape[:2] == (2, 1) and list(made.prompt_lengths) == [13, 6]
     changed = make_demonstrations(
@@ -175,11 +175,11 @@ def test_exif_orientation_and_16_bit_grey_are_read_as_they_are_seen(of):
     exif = turned.getexif()
     exif[0x0112] = 6
     turned.save(buffer, "PNG", exif=exif)
-    assert images.source_of(buffer.getvalue()).read().size == (12, 20)
+    assert images.image_source(buffer.getvalue()).read().size == (12, 20)
     grey = pil.fromarray(np.full((4, 4), 32_768, np.uint16))
     assert (
-        np.asarray(images.source_of(grey).read()).flat[0] == 127
-        or np.asarray(images.source_of(grey).read()).flat[0] == 128
+        np.asarray(images.image_source(grey).read()).flat[0] == 127
+        or np.asarray(images.image_source(grey).read()).flat[0] == 128
     )
 
 

@@ -197,7 +197,7 @@ def test_parameters_of_a_task_may_be_a_dict():
     entry = {"path": "reasoning_gym:chain_sum", "parameters": {"max_terms": 3, "operators": ["+", "-"]}}
     config = SFTConfig(datasets=(entry,))
     assert not list(config.problems())
-    found = reasoning_gym.parse(config.of_entry(entry).dataset_name)
+    found = reasoning_gym.parse(config.with_entry(entry).dataset_name)
     assert (found.task, found.parameters) == ("chain_sum", entry["parameters"])
 
 

@@ -13,7 +13,11 @@ def chunked(kind):
 
 @pytest.mark.parametrize(
     "made",
-    [Ragged.of_lists(LISTS), Ragged.of_column(chunked(pa.int32())), Chained([Ragged.of_lists(LISTS[:4]), [[], [7]]])],
+    [
+        Ragged.from_lists(LISTS),
+        Ragged.from_column(chunked(pa.int32())),
+        Chained([Ragged.from_lists(LISTS[:4]), [[], [7]]]),
+    ],
 )
 def test_sequences_are_those_that_were_given(made):
     assert [list(one) for one in made] == LISTS and len(made) == 6
@@ -25,14 +29,14 @@ def test_sequences_are_those_that_were_given(made):
 
 
 def test_some_rows_in_another_order():
-    made = Ragged.of_column(chunked(pa.int32()), np.array([5, 0, 3]))
+    made = Ragged.from_column(chunked(pa.int32()), np.array([5, 0, 3]))
     assert [one.tolist() for one in made] == [[7], [1, 2, 3], [5, 6]] and made.lengths.tolist() == [1, 3, 2]
     assert np.concatenate(list(made.values())).tolist() == [7, 1, 2, 3, 5, 6]
 
 
 def test_masks_are_views_of_bytes():
     column = pa.chunked_array([pa.array([[1, 0], [1]], pa.list_(pa.uint8()))])
-    made = Ragged.of_column(column)
+    made = Ragged.from_column(column)
     assert made[0].dtype == bool and made[0].tolist() == [True, False] and not made[0].flags.owndata
 
 

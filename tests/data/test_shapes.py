@@ -31,13 +31,15 @@ def test_the_picture_has_what_the_answers_say():
         assert problem.solution in shapes.QUESTIONS[problem.question]
 
 
-def test_demonstrations_are_wrong_at_the_rates():
+def test_demonstrations_are_wrong_at_the_rates(monkeypatch):
     rows = shapes.demonstrations(1500)
     texts = [row["completion"][0]["content"] for row in rows]
     right = np.mean(exact_match_reward(texts, [row["solution"] for row in rows]))
     boxed = np.mean([text.startswith("\\boxed") for text in texts])
     assert abs(right - 0.75 * 0.85) < 0.05 and abs(boxed - 0.85) < 0.04
-    perfect = shapes.demonstrations(20, error_rate=0.0, other_format_rate=0.0)
+    monkeypatch.setattr(shapes, "ERROR_RATE", 0.0)
+    monkeypatch.setattr(shapes, "OTHER_FORMAT_RATE", 0.0)
+    perfect = shapes.demonstrations(20)
     texts = [row["completion"][0]["content"] for row in perfect]
     assert exact_match_reward(texts, [row["solution"] for row in perfect]) == [1.0] * 20
 

@@ -35,10 +35,10 @@ def test_gold_reward_by_hand(completion, reward):
 
 
 def test_gold_reward_reads_facts_from_the_post():
-    assert synthetic.facts_of(POST) == (("met", "anna"), ("lost", "keys"), ("felt", "sad"))
+    assert synthetic.parse_facts(POST) == (("met", "anna"), ("lost", "keys"), ("felt", "sad"))
     for row in range(20):
         post = synthetic.make_post(np.random.default_rng(row), "train")
-        assert synthetic.facts_of(post.prompt) == post.facts
+        assert synthetic.parse_facts(post.prompt) == post.facts
     with pytest.raises(UserError, match="TL;DR template"):
         synthetic.gold_reward(["something else"], [" met anna"])
     with pytest.raises(UserError, match="2 prompts but 1 completions"):
@@ -50,7 +50,7 @@ def test_demonstrations_drop_and_invent_at_the_stated_rates():
     facts = told = invented = dropped = 0
     for row in rows:
         found = synthetic.count_facts(**row)
-        n = len(synthetic.facts_of(row["prompt"]))
+        n = len(synthetic.parse_facts(row["prompt"]))
         facts += n
         # One fact is always told: where all n would go, one stays.
         dropped += n * synthetic.DROP_RATE - synthetic.DROP_RATE**n
@@ -64,11 +64,11 @@ def test_demonstrations_drop_and_invent_at_the_stated_rates():
 def test_there_is_much_to_gain_over_demonstrations():
     rows = synthetic.demonstrations(1000)
     rewards = np.array(synthetic.gold_reward([row["prompt"] for row in rows], [row["completion"] for row in rows]))
-    best = np.array([len(synthetic.facts_of(row["prompt"])) for row in rows])
+    best = np.array([len(synthetic.parse_facts(row["prompt"])) for row in rows])
     assert (best - rewards).mean() > 1.5 * rewards.std()
 
 
-def test_preference_labels_follow_the_gold_reward_with_noise():
+def test_preference_labels_follow_the_gold_reward_with_noise(monkeypatch):
     rows = synthetic.preference_pairs(2000)
     gold = [
         np.array(synthetic.gold_reward([row["prompt"] for row in rows], [row[side] for row in rows]))
@@ -77,7 +77,8 @@ def test_preference_labels_follow_the_gold_reward_with_noise():
     agree = np.mean((gold[0] > gold[1]) + 0.5 * (gold[0] == gold[1]))
     assert 0.90 < agree < 0.98
     assert all(row["chosen"] != row["rejected"] for row in rows)
-    sure = synthetic.preference_pairs(300, sharpness=1e6)
+    monkeypatch.setattr(synthetic, "LABEL_SHARPNESS", 1e6)
+    sure = synthetic.preference_pairs(300)
     prompts = [row["prompt"] for row in sure]
     assert np.all(
         np.array(synthetic.gold_reward(prompts, [row["chosen"] for row in sure]))
@@ -89,7 +90,7 @@ def test_splits_are_disjoint_over_kinds_and_seeds():
     seen = {}
     for split in synthetic.SIZES:
         rows = synthetic.prompts(300, split=split) + synthetic.preference_pairs(300, split=split, seed=7)
-        seen[split] = {frozenset(synthetic.facts_of(row["prompt"])) for row in rows}
+        seen[split] = {frozenset(synthetic.parse_facts(row["prompt"])) for row in rows}
     for one, other in (("train", "validation"), ("train", "test"), ("validation", "test")):
         assert not seen[one] & seen[other]
 

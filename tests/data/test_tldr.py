@@ -42,6 +42,11 @@ def literally(parts, encode, limit):
     return ids
 
 
+def truncate(parts, encode, limit):
+    """`truncate_posts` of one post."""
+    return tldr.truncate_posts([parts], lambda texts: [encode(text) for text in texts], limit)[0]
+
+
 def random_post(rng):
     paragraphs = []
     for _ in range(int(rng.integers(1, 6))):
@@ -56,7 +61,7 @@ def test_truncation_equals_the_literal_algorithm(bpe):
         parts = random_post(rng)
         limit = int(rng.integers(25, 120))
         expected = literally(parts, bpe.encode, limit)
-        cut_post = tldr.truncate_post(parts, bpe.encode, limit)
+        cut_post = truncate(parts, bpe.encode, limit)
         assert (cut_post and cut_post[0]) == expected
         assert cut_post is None or bpe.encode(cut_post[1]) == expected
         cut += expected is not None and len(expected) < len(bpe.encode(tldr.format_post(*parts)))
@@ -75,7 +80,7 @@ def test_posts_are_truncated_together_as_each_by_itself(bpe):
 
 def test_truncation_without_newline_drops_characters(bpe):
     parts = tldr.PostParts("advice", "help", " ".join(WORDS * 6))
-    ids, _ = tldr.truncate_post(parts, bpe.encode, 80)
+    ids, _ = truncate(parts, bpe.encode, 80)
     assert ids == literally(parts, bpe.encode, 80)
     text = bpe.decode(ids)
     assert text.endswith("\n\nTL;DR:") and parts.post.startswith(tldr.parse_post(text).post)
@@ -83,7 +88,7 @@ def test_truncation_without_newline_drops_characters(bpe):
 
 def test_truncation_keeps_whole_paragraphs(bpe):
     parts = tldr.PostParts("advice", "help", "we went home\nnobody could agree\n" + " ".join(WORDS * 9))
-    ids, text = tldr.truncate_post(parts, bpe.encode, 60)
+    ids, text = truncate(parts, bpe.encode, 60)
     assert bpe.decode(ids) == text and tldr.parse_post(text).post == "we went home\nnobody could agree"
 
 
@@ -96,13 +101,13 @@ def test_truncation_is_quick_on_a_very_long_line(bpe):
         return bpe.encode(text)
 
     parts = tldr.PostParts("advice", "help", "x" * 50_000)
-    assert len(tldr.truncate_post(parts, encode, 100)[0]) <= 100
+    assert len(truncate(parts, encode, 100)[0]) <= 100
     assert calls < 60
 
 
 def test_nothing_fits_beside_a_long_title(bpe):
     parts = tldr.PostParts("advice", " ".join(WORDS * 5), "we went home")
-    assert tldr.truncate_post(parts, bpe.encode, 40) is None
+    assert truncate(parts, bpe.encode, 40) is None
     assert literally(parts, bpe.encode, 40) is None
 
 

@@ -101,8 +101,8 @@ ENTRY %main (x: f32[2048,64]) -> f32[256,64] {
 
 def test_bytes_of_tuples_are_summed_and_fast_memory_left_out():
     shape = "(f32[4,8]{1,0:T(8,128)}, bf16[16]{0:T(128)S(1)}, pred[])"
-    assert hlo.bytes_of(shape) == 4 * 8 * 4 + 16 * 2 + 1
-    assert hlo.bytes_of(shape, in_memory=True) == 4 * 8 * 4 + 1
+    assert hlo.shape_bytes(shape) == 4 * 8 * 4 + 16 * 2 + 1
+    assert hlo.shape_bytes(shape, in_memory=True) == 4 * 8 * 4 + 1
 
 
 def test_a_compiled_product_moves_its_operands_and_its_result():

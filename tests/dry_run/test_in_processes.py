@@ -20,7 +20,7 @@ class OwnConfig(SFTConfig):
 
 def test_a_process_finds_the_sizes_that_this_one_does():
     told = []
-    here = memory.programs(memory.abstract_stage(SFT, memory.mesh_of(SFT)))
+    here = memory.programs(memory.abstract_stage(SFT, memory.stage_mesh(SFT)))
     there = in_processes.programs(SFT, told.append)
     assert told == there and [program.name for program in there] == ["update"]
     sizes = [(x.arguments, x.outputs, x.temporary, x.aliased, x.other_resident) for x in (*here, *there)]

@@ -99,7 +99,7 @@ def test_the_page_of_options_is_the_dataclasses():
 
 def test_every_option_has_a_meaning():
     for owner in options_page.tables():
-        for option in options_page.options_of(owner):
+        for option in options_page.declared_options(owner):
             assert options_page.meaning(owner, option.name), f"{owner.__name__}: {option.name}"
 
 

@@ -75,7 +75,9 @@ def torch_outputs(kind, model):
 
 def loaded(base, folder, kind):
     """(model with the adapter's form, base params, adapters)"""
-    model, params = hf.load(base, kind=kind, new_head=kind == "scalar")
+    model, params = hf.load(base, kind="causal" if kind == "causal" else "backbone")
+    if kind == "scalar":
+        params["score"] = model.init_score(jax.random.key(0))
     form, adapters = hf.load_adapter(folder, model)
     return dataclasses.replace(model, lora=form), params, adapters
 

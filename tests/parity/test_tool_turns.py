@@ -82,7 +82,7 @@ class Case:
         turns = tools.turns([prompts], self.tokenizer, positions=positions, mesh=self.mesh)
         rows = np.arange(len(plans))
         sampler = Sampler(plans, self.tokenizer.eos_id, length)
-        batch = prompts.of_rows(rows, slice(None))
+        batch = prompts.batch_from_rows(rows, slice(None))
         responses = turns.respond(
             sampler, lambda batch: batch, prompts, batch, rows, real=len(plans), tick=lambda: None, at=""
         )

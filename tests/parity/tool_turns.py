@@ -89,7 +89,7 @@ class RecordedTurns:
         wanted = [ids[keep.astype(bool)].astype(np.int32) for ids, keep in zip(prompt_ids, mask, strict=True)]
         rows = np.array([ours.get(ids.tobytes(), -1) for ids in wanted])
         report.add("tools: prompts", float((rows < 0).sum()), 0.0, where)
-        batch = self.prompts.of_rows(rows.astype(np.int32), slice(None))
+        batch = self.prompts.batch_from_rows(rows.astype(np.int32), slice(None))
         sampler = Sampler([row["turns"] for row in recorded["rows"]], self.tokenizer.eos_id, self.length)
         responses = self.turns.respond(
             sampler, lambda batch: batch, self.prompts, batch, rows, real=len(rows), tick=lambda: None, at=""

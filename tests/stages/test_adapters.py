@@ -18,7 +18,7 @@ from rlhf_jax.models import custom_shape, lora
 from rlhf_jax.models.io import hf, peft
 from rlhf_jax.models.placement import AbstractWeights
 from rlhf_jax.stages import adapters, open_stage
-from rlhf_jax.stages.export import origin_of
+from rlhf_jax.stages.export import adapter_origin
 from rlhf_jax.stages.open_models import Source
 from tests.helpers.arrays import distance
 from tests.helpers.runs import RLOO_OPTIONS, compilations, rollout_of
@@ -105,7 +105,7 @@ def test_ppo_holds_no_second_copy_of_the_base(models, value, copies):
     def held(**options):
         given = {**OPTIONS, "sft_model_path": str(models / "base"), "reward_model_path": str(models / "reward")}
         config = checked(PPOConfig(**{**given, **options}))
-        stage = memory.abstract_stage(config, memory.mesh_of(config))
+        stage = memory.abstract_stage(config, memory.stage_mesh(config))
         assert isinstance(stage.weights, AbstractWeights)
         found = memory.resident_bytes(stage)
         return found, sum(size for name, size in found.items() if name not in ("reward", "optimizer"))
@@ -408,9 +408,9 @@ def test_an_adapter_names_no_base_in_which_peft_would_look_for_other_names(model
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps({"model_type": "gemma3", "text_config": {}}))
     base = Source(str(models / "base"), "main")
-    assert origin_of(base) == base
+    assert adapter_origin(base) == base
     for source in (Source(str(folder)), Source(str(models / "one")), Source(None), base._replace(shape="14m")):
-        assert origin_of(source) is None
+        assert adapter_origin(source) is None
 
 
 def test_a_regular_expression_names_the_layers_that_get_an_adapter(models):

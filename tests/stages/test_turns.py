@@ -203,7 +203,7 @@ def test_responses_that_go_on_are_those_of_a_rollout_without_a_limit(tokenizer, 
             prompts,
             stage.train_data,
             group_size=GROUP,
-            at=turns.of_update(update),
+            at=turns.update_label(update),
             unfinished=unfinished,
         )
         # As an update returns it.

@@ -24,8 +24,8 @@ ARCHITECTURES = ("Gemma3ForCausalLM", "Gemma3TextForSequenceClassification", "Ge
 def config_from_hf(hf: dict[str, Any], where: str) -> DecoderConfig:
     """UserError for a key that is missing, wrong or not supported."""
     reader = Reader(hf, where)
-    local = Reader({"rope_theta": hf.get("rope_local_base_freq"), **_of_kind(hf, "sliding_attention")}, where)
-    global_reader = Reader({**hf, **_of_kind(hf, "full_attention")}, where)
+    local = Reader({"rope_theta": hf.get("rope_local_base_freq"), **_rope_parameters(hf, "sliding_attention")}, where)
+    global_reader = Reader({**hf, **_rope_parameters(hf, "full_attention")}, where)
     for key in ("rope_local_base_freq", "rope_theta", "rope_scaling", "rope_parameters"):
         reader.value(key)
     plain = Reader({key: value for key, value in hf.items() if not key.startswith("rope_")}, where)
@@ -45,7 +45,7 @@ def config_from_hf(hf: dict[str, Any], where: str) -> DecoderConfig:
     return finish(reader, fields, pad=0)
 
 
-def _of_kind(hf: dict[str, Any], kind: str) -> dict[str, Any]:
+def _rope_parameters(hf: dict[str, Any], kind: str) -> dict[str, Any]:
     """rope_parameters of one kind of layers (transformers 5)."""
     ropes = hf.get("rope_parameters")
     return (

@@ -59,7 +59,7 @@ class Reader:
         return self.hf.get(key, default)
 
     def size(self, key: str, default: int | None = None) -> int:
-        """A positive whole number; required without a default, which also stands for null."""
+        """A positive whole number. null means the default; without a default the key is required."""
         value = self.value(key)
         value = default if value is None else value
         if value is None:

@@ -33,7 +33,7 @@ from rlhf_jax.models.io.safetensors import (
     SAFETENSORS,
     SAFETENSORS_INDEX,
     Source,
-    fingerprint_of,
+    folder_fingerprint,
     open_weights,
     read_json,
     write_weights,
@@ -45,7 +45,7 @@ from rlhf_jax.parallel.multihost import is_main
 from rlhf_jax.types import Params
 
 CONFIG = "config.json"
-KINDS = ("causal", "scalar", "backbone", "causal+scalar")
+KINDS = ("causal", "scalar", "backbone")
 _CAUSAL_HEADS = ("embed_out.weight", "lm_head.weight")  # the published name and that of transformers 5's module
 _SCORE, _SCALAR_WEIGHT, _SCALAR_BIAS = "score.weight", "scalar_head.weight", "scalar_head.bias"
 # A score's bias, which transformers has no place for and warns of; it shifts all scores alike.
@@ -178,7 +178,6 @@ def has_scalar_head(name_or_path: str | Path, revision: str | None = None, *, we
     """Whether a checkpoint has a scalar head of its own, or an adapter one in place of its base's.
 
     Args:
-      name_or_path, revision: of the checkpoint.
       weights: False: by the class that its configs name alone, without its weights.
 
     Raises:
@@ -205,9 +204,9 @@ def adapter_base(name_or_path: str | Path, revision: str | None = None) -> tuple
     return peft.base_path(adapter), adapter.revision
 
 
-def load_adapter(name_or_path: str | Path, model: Model, *, revision: str | None = None) -> tuple[Any, Params]:
+def load_adapter(name_or_path: str | Path, model: Model) -> tuple[Any, Params]:
     """An adapter in PEFT's format, for `model`: (its `lora.Lora`, numpy params). UserError as `peft.read`."""
-    folder = resolve(name_or_path, revision)
+    folder = resolve(name_or_path)
     if not is_adapter(folder):
         raise UserError(f"{name_or_path} is no adapter: a folder with {peft.CONFIG} and no {CONFIG}.")
     return peft.read(peft.read_config(folder), model)
@@ -246,18 +245,14 @@ def open_params(
     kind: str = "causal",
     revision: str | None = None,
     subfolder: str | None = None,
-    new_head: bool = False,
-    head_seed: int = 0,
-    head_std: float | None = None,
     images: bool = False,
 ) -> tuple[Model, Params]:
     """A checkpoint as (model, params), params stacked and not yet read: leaves of `shards`.
 
-    kind: 'causal', 'scalar', 'backbone' (no head) or 'causal+scalar'. With `new_head` the scalar head is drawn from
-    normal(head_std) by `head_seed` (default std initializer_range, as transformers), whatever the checkpoint has;
-    without it a checkpoint that has no scalar head is refused. Heads that `kind` does not name are not opened.
-    `images`: of a model of images and text all of it, not the text model alone.
-    An adapter in PEFT's format is merged into its base on reading. UserError as `load`.
+    kind: 'causal', 'scalar' or 'backbone' (no head). The other heads are not opened; with 'scalar' a checkpoint without
+    a scalar head is refused.
+    `images`: open all of a model of images and text, not the text model alone. An adapter in PEFT's format is merged
+    into its base on reading. UserError as `load`.
     """
     _check_kind(kind)
     folder, adapters = resolve_base(resolve(name_or_path, revision, subfolder))
@@ -266,34 +261,23 @@ def open_params(
     loras = [peft.read(adapter, model) for adapter in adapters]
     replaced = {name for form, _ in loras for name in form.modules_to_save}
     leaves: Params = {"backbone": _backbone(model, sources, folder)}
-    heads = kind.split("+")
-    if "causal" in heads and not model.config.tie_word_embeddings:
+    if kind == "causal" and not model.config.tie_word_embeddings:
         if untied:  # the base's head is its embedding
             kernel = dataclasses.replace(leaves["backbone"]["embed_in"]["embedding"], transpose=True)
         else:
             kernel = None if "embed_out" in replaced else _causal_head(model, sources, folder)
         leaves["embed_out"] = {} if kernel is None else {"kernel": kernel}
-    if "scalar" in heads:
-        if "score" in replaced and not new_head:
-            leaves["score"] = {}
-        elif new_head:
-            std = model.config.initializer_range if head_std is None else head_std
-            # The same on every process.
-            noise = np.random.default_rng(head_seed).standard_normal((model.config.hidden_size, 1))
-            leaves["score"] = {"kernel": HostParam((std * noise).astype(np.float32))}
-        else:
-            leaves["score"] = _scalar_head(model, sources, folder, hf, offset)
+    if kind == "scalar":
+        leaves["score"] = {} if "score" in replaced else _scalar_head(model, sources, folder, hf, offset)
     for form, adapter in loras:
-        if new_head:
-            adapter = {key: value for key, value in adapter.items() if key != "score"}
         leaves = peft.add_to_leaves(leaves, form, adapter)
     return model, leaves
 
 
 def fingerprint(name_or_path: str | Path, *, revision: str | None = None) -> str:
-    """Identifies a checkpoint by its weights, whatever its name, by `fingerprint_of`. UserError as `load`."""
+    """Identifies a checkpoint by its weights, whatever its name, by `folder_fingerprint`. UserError as `load`."""
     folder, adapters = resolve_base(resolve(name_or_path, revision=revision))
-    return "+".join(fingerprint_of(path) for path in (folder, *(adapter.folder for adapter in adapters)))
+    return "+".join(folder_fingerprint(path) for path in (folder, *(adapter.folder for adapter in adapters)))
 
 
 def load_shapes(
@@ -301,7 +285,6 @@ def load_shapes(
     *,
     kind: str = "causal",
     revision: str | None = None,
-    new_head: bool = False,
     images: bool = False,
 ) -> tuple[Model, Params]:
     """What `load` would return: (model, params as ShapeDtypeStructs). UserError as `load`.
@@ -312,9 +295,9 @@ def load_shapes(
     _check_kind(kind)
     folder, adapters = resolve_base(resolve(name_or_path, revision, weights=False), weights=False)
     hf, model, *_ = _opened(folder, adapters, images)
-    heads = [head for head in kind.split("+") if head in HEADS]
+    heads = [kind] if kind in HEADS else []
     shapes = jax.eval_shape(lambda key: model.init(key, heads=heads), jax.random.key(0))
-    if "scalar" in heads and not new_head and (_is_scalar_model(hf) or _has_score_bias(folder)):
+    if kind == "scalar" and (_is_scalar_model(hf) or _has_score_bias(folder)):
         shapes["score"]["bias"] = jax.ShapeDtypeStruct((1,), np.float32)
     return model, shapes
 

@@ -57,8 +57,8 @@ class Config:
     task: str | None = None
 
     def untied_by(self, family: Any) -> str | None:
-        """The module of a language model that this adapter trains apart from the one that it is tied to in the base, so
-        that embedding and head become two in PEFT; None: it unties nothing."""
+        """The module of a language model, embedding or head, that this adapter trains although the base ties the two,
+        so that they become two in PEFT; None: it unties nothing."""
         tied = _tied_modules(family)
         names = [name for name in self.modules_to_save if name.rpartition(".")[2] in tied]
         if not names or self.task == TASKS["scalar"]:
@@ -142,10 +142,6 @@ def _file(config: Config) -> Path:
 
 def read(config: Config, model: Any) -> tuple[Lora, Params]:
     """An adapter's configuration and params.
-
-    Args:
-      config: of its folder.
-      model: its base.
 
     Returns:
       (Lora with the target modules and the modules to save that the file holds, adapters as float32 numpy arrays)
@@ -319,7 +315,6 @@ def save(
     """Writes an adapter in PEFT's format. With several processes every one must call it; the first writes.
 
     Args:
-      folder: to write into.
       model: with `lora`.
       adapters: of numpy or JAX arrays in any shards.
       kind: 'causal' or 'scalar'; heads of the other kind are not written.

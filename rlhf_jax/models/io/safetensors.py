@@ -67,7 +67,7 @@ class Source:
             raise UserError(f"{self.file}: tensor {self.name} cannot be read ({error}).") from error
 
 
-def fingerprint_of(folder: Path) -> str:
+def folder_fingerprint(folder: Path) -> str:
     """Identifies the weights of a checkpoint folder: sha256 of the files' sizes and of a sample of their bytes.
 
     The sample is the first 64 KiB of each file (the header of a safetensors file) and 16 KiB at 64 places; of a small
@@ -158,7 +158,7 @@ def _open_shards(folder: Path, index: Path) -> dict[str, Source]:
 def write_file(path: Path, tensors: dict[str, np.ndarray]) -> None:
     """Writes tensors as one safetensors file. OSError where it cannot be written."""
     path.touch()
-    mode = path.stat().st_mode  # that of any new file: safetensors makes files that only their owner reads
+    mode = path.stat().st_mode  # of any new file: safetensors makes files that only their owner can read
     # transformers requires the "format" of the saved arrays.
     try:
         safetensors.numpy.save_file(tensors, path, metadata={"format": "pt"})

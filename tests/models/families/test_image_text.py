@@ -170,9 +170,9 @@ def test_what_is_ignored_is_said(checkpoints):
         hf.load(checkpoints("gemma3")[1])
 
 
-def test_a_new_score_head_goes_onto_the_text_model(checkpoints):
-    model, params = load(checkpoints("gemma3")[1], kind="scalar", new_head=True)
-    assert params["score"]["kernel"].shape == (model.config.hidden_size, 1)
+def test_the_text_models_backbone_is_read_alone(checkpoints):
+    model, params = load(checkpoints("gemma3")[1], kind="backbone")
+    assert set(params) == {"backbone"} and not model.reads_images
 
 
 def test_an_adapter_that_was_trained_on_the_whole_model_is_read(checkpoints, tmp_path):

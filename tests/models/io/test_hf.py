@@ -221,17 +221,6 @@ def test_scalar_model_form_is_read_with_its_bias_and_offset(tmp_path, form):
     assert distance(again[MASK], expected[MASK]) < 1e-5
 
 
-def test_a_language_model_becomes_a_reward_model_only_with_a_new_head(tmp_path):
-    reference("causal").save_pretrained(tmp_path)
-    model, params = hf.load(tmp_path, kind="scalar", new_head=True, head_seed=3, head_std=0.5)
-    assert set(params) == {"backbone", "score"} and params["score"]["kernel"].shape == (32, 1)
-    assert 0.3 < params["score"]["kernel"].std() < 0.7
-    _, same = hf.load(tmp_path, kind="causal+scalar", new_head=True, head_seed=3, head_std=0.5)
-    assert set(same) == {"backbone", "score", "embed_out"}
-    np.testing.assert_array_equal(same["score"]["kernel"], params["score"]["kernel"])
-    assert model == hf.load_model(tmp_path)
-
-
 def test_the_bare_backbone_is_read_and_a_reward_models_backbone_too(tmp_path):
     theirs = reference("scalar")
     theirs.gpt_neox.save_pretrained(tmp_path / "bare")
