@@ -73,6 +73,7 @@ FLOORS = [  # a room imports from its own floor's rooms below it alone: lower fl
     ("inference",),
     ("dry_run", "evaluate"),
     ("report",),
+    ("rerun",),
     ("train", "chat", "compile"),
     ("cli",),
 ]

@@ -36,7 +36,7 @@ def lines(path):
 def test_metrics_are_read_one_update_late(folder, monkeypatch):
     reads, told = [], []
     real = jax.device_get
-    monkeypatch.setattr(jax, "device_get", lambda tree: reads.append(sorted(tree)) or real(tree))
+    monkeypatch.setattr(jax, "device_get", lambda tree: reads.append(sorted(tree[0])) or real(tree))
     logger = MetricLogger.open(folder.path, callback=lambda step, values: told.append((step, values)))
     logger.log(1, {"a": jnp.float32(1), "b": jnp.float32(2)})
     assert reads == [] and told == [] and lines(folder.metrics) == []
@@ -51,6 +51,20 @@ def test_metrics_are_read_one_update_late(folder, monkeypatch):
     logger.close()
     assert told[1:] == [(2, {"a": 3.0}), (3, {"a": 5.0})]
     assert [line["step"] for line in lines(folder.metrics)] == [1, 2, 3]
+
+
+def test_the_rows_of_an_update_come_in_the_transfer_of_its_metrics(folder, monkeypatch):
+    reads, real = [], jax.device_get
+    monkeypatch.setattr(jax, "device_get", lambda tree: reads.append(tree) or real(tree))
+    rows = {"rows": np.array([3, 5]), "rewards": {"a": jnp.float32([0.1, np.nan])}, "metrics": {"seen": 2.5}}
+    with MetricLogger.open(folder.path, records_rows=True) as logger:
+        logger.log(1, {"a": jnp.float32(1)}, rows=rows)
+        logger.log(1, {"eval/a": 2.0})
+        logger.log(2, {"a": jnp.float32(1)})
+    assert len(reads) == 2
+    # float32 by its shortest digits; one line for each update that has rows
+    line = {"step": 1, "rows": [3, 5], "rewards": {"a": [0.1, "NaN"]}, "metrics": {"seen": 2.5}}
+    assert lines(folder.rows) == [line] and len(lines(folder.metrics)) == 2
 
 
 def test_text_that_standard_output_does_not_take_is_an_alarm_until_it_does_again(folder, monkeypatch):
