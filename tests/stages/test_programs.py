@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -9,7 +10,8 @@ from rlhf_jax import train
 from rlhf_jax.config import GRPOConfig, PPOConfig, RewardConfig, RLOOConfig, SFTConfig
 from rlhf_jax.dry_run import memory
 from rlhf_jax.parallel import sharding
-from rlhf_jax.stages import open_stage
+from rlhf_jax.stages import open_stage, programs
+from rlhf_jax.types import Rollout
 from tests.helpers import runs
 
 TINY = {"scratch_model": "1x16x2", "tokenizer_name_or_path": "synthetic", "dataset_name": "synthetic"}
@@ -69,3 +71,30 @@ def test_an_evaluation_at_another_temperature_compiles_nothing():
     np.testing.assert_array_equal(one.logprobs, again.logprobs)
     runs.rollout_of(stage, prompts, temperature=0.0)
     assert runs.compilations(stage, ("generate",)) == {"generate": 2}  # greedy decoding draws nothing
+
+
+def test_a_rows_hash_is_of_its_tokens_and_not_of_their_padding():
+    def hashes(prompts, responses, c, t, filler=0):
+        p = np.array([[filler] * (c - len(row)) + row for row in prompts], np.int32)
+        r = np.array([row[:t] + [filler] * (t - len(row)) for row in responses], np.int32)
+        rollout = Rollout(
+            prompt_tokens=jnp.array(p),
+            prompt_lengths=jnp.array([len(row) for row in prompts]),
+            response=jnp.array(r),
+            lengths=jnp.array([len(row) or -1 for row in responses]),
+            ended=jnp.zeros(len(responses), bool),
+            logprobs=jnp.zeros((len(responses), t)),
+            response_mask=jnp.ones((len(responses), t), bool),
+        )
+        record = programs._row_record(rollout, jnp.array([[1.0, 2.0]] * len(responses)))
+        assert [x.tolist() for x in record["rewards"]] == [[1.0] * len(responses), [2.0] * len(responses)]
+        return np.asarray(record["tokens"]).tolist()
+
+    prompts, responses = [[5, 7], [5, 7], [7, 5], [5, 7], [5]], [[1, 2], [2, 1], [1, 2], [], [7, 1, 2]]
+    expected = hashes(prompts, responses, 3, 4)
+    assert expected[3] == 0 and len(set(expected)) == 5
+    assert hashes(prompts, responses, 6, 9, filler=3) == expected
+    # By hand: sum of (token + 1) times powers of two odd numbers, the prompt's counted from its end.
+    before, after = 2654435761, 2246822519
+    by_hand = 6 * before**2 + 8 * before + 2 * after + 3 * after**2
+    assert expected[0] == by_hand % 2**32
