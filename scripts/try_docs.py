@@ -33,7 +33,6 @@ SHORT = {
 SHORT_SCRIPTS = {
     "chaos.py": "--short --kills 2",
     "goldrush.py": "--folder goldrush --short",
-    "fuzz.py": "--examples 50",
 }
 TINY = "--model_name_or_path none --scratch_model 1x16x2 --tokenizer_name_or_path synthetic --max_steps 4"
 REASONS = (  # (parts of words of a command, why it is skipped)

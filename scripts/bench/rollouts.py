@@ -12,11 +12,6 @@ Without flash attention, which needs a GPU, continuous batching attends over the
 a mask. Its time depends on the tokens that a batch may have: before the rounds, every size of --batch_tokens gets one
 process with at most 16 tokens a row, and the rounds use the fastest. Its errors are shown in its row.
 
---pieces measures each piece of our decoding alone, and the default with that piece changed. Random weights repeat
-nothing, so drafts show only what they cost. "longest first" is told the true lengths.
-
---simulate counts the decode steps of S, 4 S and 16 S rows in S slots, beside a simulation from the lengths alone.
-
 --short is a small case for CI: ours and `generate`. --baseline FILE stores the ratios of ours to `generate`, with
 bounds at 60 % of the lowest; with --check the ratios are compared with the bounds stored there (exit code 1 if one is
 lower).
@@ -28,12 +23,13 @@ import argparse
 import dataclasses
 import datetime
 import importlib.util
+import itertools
 import json
 import shlex
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -41,8 +37,6 @@ from typing import Any
 import benchmark
 import jax
 import numpy as np
-import rollouts_ours
-import rollouts_simulated
 from benchmark_case import available_cores
 from benchmark_report import below_bounds, load_warning, machine, read_bounds, spread, store_bounds
 from rollouts_case import Rollouts
@@ -54,23 +48,17 @@ from rlhf_jax.runtime.run_folder import write_atomically
 from rlhf_jax.utils.strict_json import json_text
 
 HERE = Path(__file__).resolve().parent
-SYSTEMS = ("ours", "generate", "continuous")
+SYSTEMS = {
+    "ours": "ours",
+    "generate": "transformers, generate",
+    "continuous": "transformers, continuous batching",
+}
+"""Names of the systems in tables."""
 MODELS = ("smollm2-135m", "pythia-70m", "tiny")
 LENGTHS = ("lognormal", "tight")
 SHORT = {"model": ["tiny"], "lengths": ["lognormal"], "rows": 16, "prompt_length": 32, "response_length": 128}
 SHORT |= {"rounds": 1, "repeats": 3, "cores": 1, "systems": ["ours", "generate"]}
 TRIAL_TOKENS = 16
-OFF: dict[str, Any] = {"block": None, "shrink": False, "slots": None, "draft": None, "cache_dtype": None}
-
-
-@dataclasses.dataclass(frozen=True)
-class Contestant:
-    """What is measured: a system, and for ours how it decodes."""
-
-    name: str
-    system: str
-    decoding: dict[str, Any] = dataclasses.field(default_factory=dict)
-    longest_first: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,22 +89,18 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", nargs="+", choices=MODELS, default=list(MODELS[:2]))
     parser.add_argument("--lengths", nargs="+", choices=LENGTHS, default=list(LENGTHS), help="of the responses")
-    parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS))
+    parser.add_argument("--systems", nargs="+", choices=list(SYSTEMS), default=list(SYSTEMS))
     counts = [("rounds", 3, "processes of each kind"), ("repeats", 1, "timed rollouts of a process")]
     counts += [("rows", 64, "responses of a rollout"), ("prompt_length", 128, "tokens of each prompt")]
     counts += [("response_length", 1024, "most tokens of a response"), ("seed", 0, "of prompts and lengths")]
     for name, default, text in (*counts, ("cores", available_cores(), "cores of a process")):
         parser.add_argument(f"--{name}", type=int, default=default, help=f"{text}; default {default}")
-    text = (
-        "rows that ours and continuous batching decode at a time, default: all; with --pieces, of the pieces that have "
-    )
-    parser.add_argument("--slots", type=int, help=f"{text}slots, default: a quarter; with --simulate S, default: 8")
+    text = "rows that ours and continuous batching decode at a time; default: all"
+    parser.add_argument("--slots", type=int, help=text)
     text = "fields of `generate.Decoding` for ours as JSON, such as '{\"shrink\": true}'; default: its defaults"
     parser.add_argument("--decoding", type=json.loads, default={}, metavar="JSON", help=text)
     text = "most tokens of a batch of continuous batching; of several the fastest is used; default: 128 256 512"
     parser.add_argument("--batch_tokens", type=int, nargs="+", default=[128, 256, 512], metavar="TOKENS", help=text)
-    parser.add_argument("--pieces", action="store_true", help="measure each piece of our decoding")
-    parser.add_argument("--simulate", action="store_true", help="only count decode steps, simulated and measured")
     parser.add_argument("--short", action="store_true", help="a small case, one core; other options still count")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures to this file")
     parser.add_argument("--baseline", type=Path, metavar="FILE", help="JSON file of ratios and bounds")
@@ -144,9 +128,9 @@ def check(args: argparse.Namespace) -> None:
     both = {"ours", "generate"} <= set(args.systems)
     if args.check and args.baseline is None:
         raise UserError("--check needs --baseline FILE")
-    if args.baseline is not None and (args.pieces or args.simulate or not both):
-        raise UserError("--baseline needs --systems ours generate, without --pieces and --simulate")
-    if set(args.systems) & {"generate", "continuous"} and not args.simulate and not importlib.util.find_spec("torch"):
+    if args.baseline is not None and not both:
+        raise UserError("--baseline needs --systems ours generate")
+    if set(args.systems) & {"generate", "continuous"} and not importlib.util.find_spec("torch"):
         raise UserError("torch is not installed: pip install torch, or measure only ours with --systems ours")
 
 
@@ -195,42 +179,6 @@ def rollouts_of(case: Case, folder: Path, vocabulary: int, seed: int, repeats: i
     return Rollouts(str(folder), prompts, limits, **sizes, repeats=repeats, seed=seed, **options)
 
 
-def contestants(args: argparse.Namespace) -> list[Contestant]:
-    """What is measured, in the order of a round."""
-    slots = {} if args.slots is None else {"slots": args.slots}
-    ours = [Contestant("ours", "ours", {**args.decoding, **slots})]
-    if args.pieces:
-        ours = pieces(args.slots or max(args.rows // 4, 1))
-    theirs = {
-        "generate": Contestant("transformers, generate", "generate"),
-        "continuous": Contestant("transformers, continuous batching", "continuous"),
-    }
-    return [side for name in SYSTEMS if name in args.systems for side in (ours if name == "ours" else [theirs[name]])]
-
-
-def pieces(slots: int) -> list[Contestant]:
-    """Everything off, with each piece alone; the default, and with each piece changed."""
-    default = dataclasses.asdict(Decoding())
-    queue = {"slots": slots}
-    each: dict[str, tuple[dict[str, Any], bool]] = {
-        "block reads": ({"block": Decoding.block or 128}, False),
-        "shrinking": ({"shrink": True}, False),
-        f"{slots} slots": (queue, False),
-        f"{slots} slots, longest first": (queue, True),
-        "drafts": ({"draft": "ngram"}, False),
-        "int8 cache": ({"cache_dtype": "int8"}, False),
-    }
-    found = [Contestant("everything off", "ours", OFF)]
-    found += [Contestant(f"only {name}", "ours", {**OFF, **on}, order) for name, (on, order) in each.items()]
-    found.append(Contestant("default", "ours", default))
-    for name, (on, order) in each.items():
-        is_on = all(default[field] == value for field, value in on.items())
-        changed = {field: OFF[field] for field in on} if is_on else on
-        word = "without" if is_on else "with"
-        found.append(Contestant(f"default {word} {name}", "ours", {**default, **changed}, order))
-    return found
-
-
 # --- measurements
 
 
@@ -269,33 +217,31 @@ def try_batch_tokens(rollouts: Rollouts, sizes: Sequence[int], work: Path) -> li
     return rows
 
 
-def measure(case: Case, sides: Sequence[Contestant], args: argparse.Namespace, work: Path) -> dict[str, Any]:
+def measure(case: Case, args: argparse.Namespace, work: Path) -> dict[str, Any]:
     """All rounds of a case: {"case", "trials", "rounds", "rows"}."""
     folder, vocabulary = prepare(case.model, work)
+    systems = [name for name in SYSTEMS if name in args.systems]
     trials, chosen = [], args.batch_tokens[0]
-    if len(args.batch_tokens) > 1 and any(side.system == "continuous" for side in sides):
+    if len(args.batch_tokens) > 1 and "continuous" in systems:
         rollouts = rollouts_of(case, folder, vocabulary, args.seed, 1)
         trials = try_batch_tokens(rollouts, args.batch_tokens, work)
         if fitting := [row for row in trials if "seconds" in row]:
             chosen = min(fitting, key=lambda row: median(row["seconds"]))["batch_tokens"]
+    options = {"decoding": args.decoding if args.slots is None else {**args.decoding, "slots": args.slots}}
     rounds = []
     for number in range(args.rounds):
+        rollouts = rollouts_of(
+            case, folder, vocabulary, args.seed + number, args.repeats, batch_tokens=chosen, **options
+        )
         results = {}
-        for index, side in enumerate(sides):
-            options = {"decoding": side.decoding, "longest_first": side.longest_first, "batch_tokens": chosen}
-            rollouts = rollouts_of(case, folder, vocabulary, args.seed + number, args.repeats, **options)
-            result = run_child(side.system, rollouts, work, f"{number}-{index}")
+        for system in systems:
+            result = run_child(system, rollouts, work, str(number))
             if "seconds" in result:
                 result["tokens_per_second"] = rollouts.tokens / median(result["seconds"])
-            results[side.name] = {**result, "tokens": rollouts.tokens}
+            results[system] = {**result, "tokens": rollouts.tokens}
         rounds.append(results)
-    return {
-        "case": case.name,
-        "batch_tokens": chosen,
-        "trials": trials,
-        "rounds": rounds,
-        "rows": result_rows(sides, rounds),
-    }
+    whole = {"case": case.name, "batch_tokens": chosen, "trials": trials}
+    return {**whole, "rounds": rounds, "rows": result_rows(rounds)}
 
 
 def ratios_to(name: str, other: str, rounds: Sequence[dict[str, dict]]) -> dict[str, float] | None:
@@ -306,12 +252,12 @@ def ratios_to(name: str, other: str, rounds: Sequence[dict[str, dict]]) -> dict[
     return spread([one["tokens_per_second"] / two["tokens_per_second"] for one, two in pairs])
 
 
-def result_rows(sides: Sequence[Contestant], rounds: Sequence[dict[str, dict]]) -> list[dict[str, Any]]:
-    """A row for each contestant: tokens a second, peak memory, ratios."""
+def result_rows(rounds: Sequence[dict[str, dict]]) -> list[dict[str, Any]]:
+    """A row for each system: tokens a second, peak memory, ratios to the better of transformers'."""
     rows = []
-    for side in sides:
-        row: dict[str, Any] = {"name": side.name, "system": side.system, "decoding": side.decoding}
-        results = [results[side.name] for results in rounds]
+    for system in rounds[0]:
+        row: dict[str, Any] = {"name": SYSTEMS[system], "system": system}
+        results = [results[system] for results in rounds]
         errors = [result["error"] for result in results if "error" in result]
         if errors:
             rows.append({**row, "error": errors[0]})
@@ -322,46 +268,9 @@ def result_rows(sides: Sequence[Contestant], rounds: Sequence[dict[str, dict]]) 
         rows.append(row)
     theirs = [row for row in rows if row["system"] != "ours" and "error" not in row]
     best = max(theirs, key=lambda row: row["tokens_per_second"]["median"], default=None)
-    for row in rows:
-        others = {"ratio": best["name"] if best else None, "ratio_to_off": "everything off"}
-        for key, other in others.items():
-            if other in rounds[0] and "error" not in row and (ratio := ratios_to(row["name"], other, rounds)):
-                row[key] = ratio
-    return rows
-
-
-# --- steps
-
-
-def step_cases(slots: int) -> Iterator[tuple[int, int, str]]:
-    """(rows, slots, order) of each line of the simulation."""
-    for rows in (slots, 4 * slots, 16 * slots):
-        yield rows, rows, "all at once"
-        if rows > slots:
-            yield from ((rows, slots, "random"), (rows, slots, "longest first"))
-
-
-def simulate(args: argparse.Namespace, kind: str, work: Path) -> list[dict[str, Any]]:
-    """Decode steps and slot steps of the tiny model, simulated and measured, with shrinking."""
-    folder, vocabulary = prepare("tiny", work)
-    rows = []
-    for count, slots, order in step_cases(args.slots or 8):
-        case = Case("tiny", kind, count, args.prompt_length, args.response_length, slots, args.cores)
-        options = {"decoding": {**args.decoding, "slots": slots, "shrink": True, "draft": None}}
-        options["longest_first"] = order == "longest first"
-        rollouts = rollouts_of(case, folder, vocabulary, args.seed, 1, **options)
-        queue = sorted(rollouts.limits, reverse=True) if options["longest_first"] else rollouts.limits
-        share = args.decoding.get("refill", Decoding.refill)
-        row: dict[str, Any] = {"lengths": kind, "rows": count, "slots": slots, "order": order}
-        row["batches"] = rollouts_simulated.batches(rollouts.limits, slots)._asdict()
-        row["simulated"] = rollouts_simulated.refill(queue, slots, share, shrink=True)._asdict()
-        row["without_shrinking"] = rollouts_simulated.refill(queue, slots, share).slot_steps
-        row["bound"] = rollouts_simulated.bound(rollouts.limits, slots)
-        rollout, steps = rollouts_ours.program(rollouts, return_steps=True)(rollouts.limits)
-        if rollouts_ours.lengths_of(rollout) != rollouts.limits:
-            raise UserError(f"{case.name}: responses have other lengths than their limits")
-        row["measured"] = {name: int(np.asarray(getattr(steps, name)).sum()) for name in ("steps", "slot_steps")}
-        rows.append(row)
+    for row in rows if best else ():
+        if "error" not in row:
+            row["ratio"] = ratios_to(row["system"], best["system"], rounds)
     return rows
 
 
@@ -369,10 +278,8 @@ def simulate(args: argparse.Namespace, kind: str, work: Path) -> list[dict[str, 
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    """Markdown: a line for each contestant."""
-    pieces = any("ratio_to_off" in row for row in rows)
-    head = ["", "tokens/s", "peak memory", "above imports", "first rollout", "to the better of transformers'"]
-    head += ["to everything off"] * pieces
+    """Markdown: a line for each system."""
+    head = ("", "tokens/s", "peak memory", "above imports", "first rollout", "to the better of transformers'")
     lines = [f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
     for row in rows:
         if "error" in row:
@@ -380,8 +287,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
         else:
             cells = [shown(row["tokens_per_second"], ",.0f"), f"{row['peak_mib']:,.0f} MiB"]
             cells += [f"{row['above_imports_mib']:,.0f} MiB", f"{row['first_seconds']:.1f} s"]
-            names = ("ratio", "ratio_to_off")[: 1 + pieces]
-            cells += [shown(row[name], ".2f") if name in row else "" for name in names]
+            cells += [shown(row["ratio"], ".2f") if "ratio" in row else ""]
         lines.append(f"| {row['name']} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -390,19 +296,6 @@ def shown(values: dict[str, float], form: str) -> str:
     """Median and range."""
     low, high = format(values["low"], form), format(values["high"], form)
     return format(values["median"], form) + ("" if low == high else f" ({low} to {high})")
-
-
-def step_table(rows: Sequence[dict[str, Any]]) -> str:
-    """Markdown: decode steps, simulated and measured."""
-    head = "| lengths | rows | slots | order | steps of batches | of slots, simulated | measured | fewer | bound | "
-    lines = [head + "slot steps without shrinking | simulated | measured |", "|" + "---|" * 12]
-    for row in rows:
-        steps, found = row["simulated"]["steps"], row["measured"]
-        cells = [row["lengths"], row["rows"], row["slots"], row["order"], f"{row['batches']['steps']:,}", f"{steps:,}"]
-        cells += [f"{found['steps']:,}", f"{row['batches']['steps'] / max(steps, 1):.2f}", f"{row['bound']:,}"]
-        cells += [f"{row['without_shrinking']:,}", f"{row['simulated']['slot_steps']:,}", f"{found['slot_steps']:,}"]
-        lines.append(f"| {' | '.join(str(cell) for cell in cells)} |")
-    return "\n".join(lines)
 
 
 def trial_line(result: dict[str, Any]) -> str:
@@ -424,27 +317,19 @@ def rollouts(args: argparse.Namespace, work: Path) -> int:
     about["command"] = shlex.join([Path(sys.executable).name, *sys.argv])
     whole: dict[str, Any] = {**about, "options": {k: v for k, v in vars(args).items() if not isinstance(v, Path)}}
     problems = []
-    if args.simulate:
-        whole["steps"] = [row for kind in args.lengths for row in simulate(args, kind, work)]
-        print(step_table(whole["steps"]), flush=True)
-    else:
-        sides, whole["cases"] = contestants(args), []
-        for model in args.model:
-            for kind in args.lengths:
-                slots = None if args.pieces else args.slots
-                case = Case(model, kind, args.rows, args.prompt_length, args.response_length, slots, args.cores)
-                if args.check:  # before minutes of measuring
-                    below_bounds(read_bounds(args.baseline), case, dict.fromkeys(("speed", "memory"), {"median": 1e9}))
-                whole["cases"].append(result := measure(case, sides, args, work))
-                print(f"{case.name}\n\n{table(result['rows'])}\n", flush=True)
-                if result["trials"]:
-                    print(trial_line(result), flush=True)
-                if args.baseline:
-                    ratio = bounded_ratios(result)
-                    if args.check:
-                        problems += below_bounds(read_bounds(args.baseline), case, ratio)
-                    else:
-                        store_bounds(args.baseline, case, ratio, about)
+    whole["cases"] = []
+    for model, kind in itertools.product(args.model, args.lengths):
+        case = Case(model, kind, args.rows, args.prompt_length, args.response_length, args.slots, args.cores)
+        if args.check:  # before minutes of measuring
+            below_bounds(read_bounds(args.baseline), case, dict.fromkeys(("speed", "memory"), {"median": 1e9}))
+        whole["cases"].append(result := measure(case, args, work))
+        print(f"{case.name}\n\n{table(result['rows'])}\n", flush=True)
+        if result["trials"]:
+            print(trial_line(result), flush=True)
+        if args.check:
+            problems += below_bounds(read_bounds(args.baseline), case, bounded_ratios(result))
+        elif args.baseline:
+            store_bounds(args.baseline, case, bounded_ratios(result), about)
     if warning := load_warning(about["machine"]):
         print(warning, flush=True)
     if args.json:
@@ -460,11 +345,11 @@ def bounded_ratios(result: dict[str, Any]) -> dict[str, dict[str, float]]:
     Raises:
       UserError: `generate` failed.
     """
-    names = ("ours", "transformers, generate")
-    speed = ratios_to(*names, result["rounds"])
+    rounds = result["rounds"]
+    speed = ratios_to("ours", "generate", rounds)
     if speed is None:
-        raise UserError(f"transformers' generate failed: {result['rounds'][0][names[1]].get('error')}")
-    memory = [results[names[1]]["peak_mib"] / results[names[0]]["peak_mib"] for results in result["rounds"]]
+        raise UserError(f"transformers' generate failed: {rounds[0]['generate'].get('error')}")
+    memory = [results["generate"]["peak_mib"] / results["ours"]["peak_mib"] for results in rounds]
     return {"speed": speed, "memory": spread(memory)}
 
 

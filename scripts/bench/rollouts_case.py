@@ -37,8 +37,6 @@ class Rollouts:
     """Most tokens of a batch of transformers' continuous batching, prompts and responses together."""
     decoding: dict[str, Any] = dataclasses.field(default_factory=dict)
     """Ours: fields of `generate.Decoding`; absent: its defaults."""
-    longest_first: bool = False
-    """Ours: whether the true lengths are given as expected lengths."""
     repeats: int = 1
     """Timed rollouts."""
     cores: int = 1

@@ -8,7 +8,6 @@ rollouts.py writes WORK/NAME-case.json. The result goes to WORK/SYSTEM-NAME.json
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,16 +17,11 @@ from rollouts_case import Rollouts, child_arguments, measure, write
 
 from rlhf_jax.generate import Decoding, Sampling, generate
 from rlhf_jax.models.io import hf
-from rlhf_jax.types import PromptBatch
+from rlhf_jax.types import PromptBatch, Rollout
 
 
-def program(rollouts: Rollouts, return_steps: bool = False) -> Callable[[list[int]], Any]:
-    """Most tokens of each row -> what `generate` returns; compiled on the first call.
-
-    Args:
-      rollouts: the rollouts.
-      return_steps: whether `generate` counts its steps.
-    """
+def program(rollouts: Rollouts) -> Callable[[list[int]], Rollout]:
+    """Most tokens of each row -> what `generate` returns; compiled on the first call."""
     model, params = hf.load(rollouts.model)
     params = jax.tree.map(jnp.asarray, params)
     tokens = jnp.asarray(rollouts.prompts, jnp.int32)
@@ -36,18 +30,12 @@ def program(rollouts: Rollouts, return_steps: bool = False) -> Callable[[list[in
     # Without a stop token only the limits end a row.
     sampling = Sampling(max_new_tokens=rollouts.response_length)
     decoding = Decoding(**rollouts.decoding)
-    counted = {"return_steps": True} if return_steps else {}
 
     @jax.jit
-    def run(params, prompts, key, limits, expected):
-        options = {"limits": limits, "expected": expected, "decoding": decoding, **counted}
-        return generate(model, params, prompts, key, sampling, **options)
+    def run(params, prompts, key, limits):
+        return generate(model, params, prompts, key, sampling, limits=limits, decoding=decoding)
 
-    def call(limits: list[int]) -> Any:
-        expected = jnp.asarray(limits, jnp.float32) if rollouts.longest_first else None
-        return run(params, prompts, jax.random.key(rollouts.seed), jnp.asarray(limits, jnp.int32), expected)
-
-    return call
+    return lambda limits: run(params, prompts, jax.random.key(rollouts.seed), jnp.asarray(limits, jnp.int32))
 
 
 def lengths_of(rollout) -> list[int]:
