@@ -67,11 +67,10 @@ def _beside_trl(done: dict[str, Any]) -> Iterator[str]:
     for name, result in cases.items():
         for pair in result["pairs"]:
             yield _pair(name, pair)
-    yield from ("", "| | phase | | s | share of the matrix peak | share of the bandwidth |", "|" + "---|" * 6)
+    yield from ("", "| | phase | | s | share of the matrix peak |", "|" + "---|" * 5)
     for name, result in cases.items():
         for row in result["phases"]:
-            share = f"{row['bandwidth_share']:.0%}" if "bandwidth_share" in row else ""
-            yield f"| {name} | {row['phase']} | {row['system']} | {row['seconds']:.3f} | {row['mfu']:.1%} | {share} |"
+            yield f"| {name} | {row['phase']} | {row['system']} | {row['seconds']:.3f} | {row['mfu']:.1%} |"
 
 
 def _pair(name: str, pair: dict[str, dict]) -> str:
@@ -90,11 +89,8 @@ def _pair(name: str, pair: dict[str, dict]) -> str:
 def _attention(result: dict[str, Any]) -> Iterator[str]:
     rows, tokens, heads, size = (result[name] for name in ("rows", "tokens", "heads", "head size"))
     yield f"Attention of {rows} rows of {tokens} tokens, {heads} heads of {size}:"
-    yield from (
-        "",
-        "| attention | alone, forward and backward | policy's gradient | temporary arrays |",
-        "|---|---|---|---|",
-    )
+    head = "| attention | alone, forward and backward | policy's gradient | temporary arrays |"
+    yield from ("", head, "|---|---|---|---|")
     for name, variant in result.items():
         if isinstance(variant, dict):
             if "policy's gradient" not in variant:

@@ -22,7 +22,7 @@ update after its other phases, including logging and data.
 On a GPU (`accelerate launch --mixed_precision`) both keep float32 weights and use tf32. TRL's PPO samples and evaluates
 values outside of mixed precision; its frozen models are loaded in bfloat16. The GPU commands have not been run.
 
---phase NAME times one of our phases alone ('all': each of them, after the updates). --profile DIR writes a trace of one
+--profile DIR writes a trace of one
 of our updates for TensorBoard or Perfetto. --baseline FILE stores the ratios, with bounds at 60 % of the lowest; with
 --check the ratios are compared with the bounds stored there (exit code 1 if one is lower).
 """
@@ -43,9 +43,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import benchmark_work
 import jax
-from benchmark_case import PHASES, Case, available_cores
+from benchmark_case import Case, available_cores
 from benchmark_report import (
     SYSTEMS,
     below_bounds,
@@ -97,14 +96,11 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of computation")
     text = "of ours: attn_implementation"
     parser.add_argument("--attn_implementation", choices=("auto", "blocked", "cudnn"), default="auto", help=text)
-    text = "of ours: compile each program when it is called, not in threads while weights load"
-    parser.add_argument("--no_compile_ahead", dest="compile_ahead", action="store_false", help=text)
     parser.add_argument("--prompts", default="synthetic", help="JSON Lines file with a 'prompt' field, or 'synthetic'")
     parser.add_argument("--tokenizer", default="synthetic", help="folder with tokenizer.json, or 'synthetic'")
     parser.add_argument("--systems", default="ours,trl", help="comma-separated: ours, trl")
     parser.add_argument("--device", choices=("auto", "cpu"), default="auto", help="auto: a GPU where there is one")
     parser.add_argument("--cores", type=int, default=available_cores(), help="cores per process")
-    parser.add_argument("--phase", choices=(*PHASES, "all"), help="time our phases separately")
     parser.add_argument("--profile", metavar="DIR", help="write a trace of one of our updates")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures to this file")
     parser.add_argument("--baseline", type=Path, metavar="FILE", help="JSON file of ratios and bounds")
@@ -143,16 +139,12 @@ def check(args: argparse.Namespace) -> list[str]:
         raise UserError(f"--lora_r {args.lora_r}: give a rank, or 0 to train everything")
     if args.lora_value != "full" and (args.algo == "rloo" or not args.lora_r):
         raise UserError(f"--lora_value {args.lora_value} needs --algo ppo and --lora_r")
-    if args.algo == "rloo" and args.phase == "value":
-        raise UserError("--phase value: RLOO has no value model")
     if args.prompts != "synthetic" and args.tokenizer == "synthetic":
         raise UserError("--prompts FILE needs --tokenizer: the synthetic tokenizer has a few dozen words only")
     if args.prompts != "synthetic" and not Path(args.prompts).is_file():
         raise UserError(f"--prompts {args.prompts}: no such file")
     if args.check and (args.baseline is None or set(systems) != set(SYSTEMS)):
         raise UserError("--check needs --baseline FILE and both systems")
-    if args.baseline is not None and args.phase not in (None, "all"):
-        raise UserError(f"--baseline needs whole updates, which --phase {args.phase} does not run: drop one of them")
     if "trl" in systems and importlib.util.find_spec("trl") is None:
         raise UserError("TRL is not installed: pip install trl==1.12.0 torch, or measure only ours with --systems ours")
     return systems
@@ -316,7 +308,7 @@ def sizes_to_try(system: str, case: Case, given: Sequence[int] | None) -> list[i
 
 def try_sizes(system: str, case: Case, work: Path, sizes: Sequence[int]) -> list[dict[str, Any]]:
     """A process for each size: {"system", "micro", "seconds", "peak_mib"}, or "out_of_memory" instead of figures."""
-    dataclasses.replace(case, phase=None, profile=None).write(work)
+    dataclasses.replace(case, profile=None).write(work)
     rows = []
     for micro in sizes:
         result = run_child(system, case, work, 0, micro, f"micro-{micro}")
@@ -377,9 +369,7 @@ def benchmark(args: argparse.Namespace, systems: list[str], work: Path) -> int:
     given, trials, micro, pairs = {"ours": args.micro, "trl": args.trl_micro}, [], {}, []
     for name in systems:
         sizes = sizes_to_try(name, case, given[name])
-        if case.phase not in (None, "all"):  # no whole updates to compare sizes by
-            micro[name] = sizes[0] if given[name] else None
-        elif len(sizes) == 1:
+        if len(sizes) == 1:
             (micro[name],) = sizes
         else:
             trials += (tried := try_sizes(name, case, work, sizes))
@@ -395,13 +385,11 @@ def benchmark(args: argparse.Namespace, systems: list[str], work: Path) -> int:
             )
     table = phase_table(case, shape, pairs, lengths)
     print("\n".join(filter(None, (report(case, pairs, table), load_warning(about["machine"])))), flush=True)
-    both = set(systems) == set(SYSTEMS) and "updates" in pairs[0]["ours"]
-    each = ratios(pairs) if both else []
+    each = ratios(pairs) if set(systems) == set(SYSTEMS) else []
     ratio = {name: spread([row[name] for row in each]) for name in (each[0] if each else ())}
     if args.json:
         whole = {"case": case.name, "options": vars(case), **about, "trials": trials, "pairs": pairs}
         whole |= {"phases": table, "prompt_tokens": lengths, "ratios": each, "ratio": ratio}
-        whole["forward_flops"] = benchmark_work.both_counts(model, case.batch, case.query_length + case.response_length)
         write_atomically(str(args.json), json_text(whole, indent=2) + "\n")
     if args.check:
         problems = below_bounds(read_bounds(args.baseline), case, ratio)

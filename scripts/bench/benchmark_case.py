@@ -14,8 +14,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-PHASES = ("generate", "reference", "reward", "value", "update")
-"""Values of --phase; RLOO has no value model."""
 LOOP = ("generate", "reward", "experience", "update")
 """Timed phases of the training loop. experience: log-probabilities of policy and reference, values, advantages."""
 
@@ -35,8 +33,6 @@ class Case:
     """Ours, RLOO: the option of that name."""
     attn_implementation: str = "auto"
     """Ours: the option of that name."""
-    compile_ahead: bool = True
-    """Ours: programs compile in threads while weights load, as in a run."""
     lora_r: int = 0
     """LoRA rank of the policy, on all linear layers; 0: full training."""
     lora_value: str = "full"
@@ -49,7 +45,6 @@ class Case:
     updates: int = 3
     cores: int = 1
     device: str = "cpu"
-    phase: str | None = None
     profile: str | None = None
 
     @property
@@ -252,10 +247,6 @@ def best_rate(attempts: list[tuple[float, Callable[[], float]]], repeats: int = 
 def matrix_sizes(device: str) -> tuple[int, ...]:
     """Sizes of the square matrices whose product is timed."""
     return (1024, 2048) if device == "cpu" else (4096, 8192)
-
-
-COPY_ENTRIES, COPIES = 2**26, 5
-"""float32 entries of the array whose copy measures TRL's bandwidth, and copies in a row, as of `peaks.copy_rate`."""
 
 
 def rows_of(work: Path, pair: int) -> list[dict[str, Any]]:

@@ -5,8 +5,7 @@
 
 Nothing runs and no weights are created: the functions of a stage are traced at these shapes and their matrix products
 summed. A scan counts once per iteration, a switch by the branch that each micro-batch of these prompts takes, the
-decode loop once per token. With --micro_tokens micro-batches have so many tokens in place of --micro rows, and with
---widths prompts are narrowed to these widths in place of the default ones.
+decode loop once per token.
 
 The floor is `rlhf_jax.stages.work`: no padding, no masked keys, no repeated prompts. Bytes of decoding are the operands
 of its products, each read once a step; their floor is the weights and the filled cache.
@@ -25,11 +24,10 @@ from pathlib import Path
 from typing import Any
 
 import benchmark
-import benchmark_work
 import jax
-import jax.numpy as jnp
 import numpy as np
 from benchmark_case import Case, our_options
+from benchmark_report import case_work
 
 from rlhf_jax import UserError, data
 from rlhf_jax.algorithms import microbatch
@@ -91,8 +89,8 @@ def count(jaxpr, shares: Sequence[float], turns: int) -> Products:
     return total
 
 
-def programs(case: Case, model, tokenizer, micro: int, more: dict[str, Any]) -> tuple[dict[str, Any], Any]:
-    """{phase: jaxpr} of generate, experience and update at the case's shapes, and their config; `more`: options."""
+def programs(case: Case, model, tokenizer, micro: int) -> tuple[dict[str, Any], Any]:
+    """{phase: jaxpr} of generate, experience and update at the case's shapes, and their config."""
     jaxprs: dict[str, Any] = {}
     mesh = sharding.make_mesh(1, 1, 1)
 
@@ -101,20 +99,13 @@ def programs(case: Case, model, tokenizer, micro: int, more: dict[str, Any]) -> 
             jaxprs[name] = program.trace(*args, **arguments).jaxpr
         return compile_ahead.result_shapes(program.eval_shape(*args, **arguments), mesh)
 
-    with tempfile.TemporaryDirectory() as folder:
-        path = planned_checkpoint(model, tokenizer, Path(folder, "model"))
-        options = {**our_options(case, Path(folder), micro, "none"), **more}
-        config = CONFIGS[case.algo](**{**options, "sft_model_path": path, "reward_model_path": path})
+    with tempfile.TemporaryDirectory() as folder:  # config.json and tokenizer are all that a planned stage reads
+        Path(folder, "config.json").write_text(json.dumps(model.to_hf_config("scalar")))
+        data.save_tokenizer(tokenizer, folder)
+        options = our_options(case, Path(folder), micro, "none")
+        config = CONFIGS[case.algo](**{**options, "sft_model_path": folder, "reward_model_path": folder})
         memory.abstract_stage(config, mesh).trace_programs(build)
     return jaxprs, config
-
-
-def planned_checkpoint(model, tokenizer, folder: Path) -> str:
-    """A folder with a model's config.json and tokenizer, which is all that a planned stage reads."""
-    folder.mkdir(exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(model.to_hf_config("scalar")))
-    data.save_tokenizer(tokenizer, str(folder))
-    return str(folder)
 
 
 def shares_of(lengths: Sequence[int], rows: int, widths: Sequence[int]) -> list[float]:
@@ -122,22 +113,6 @@ def shares_of(lengths: Sequence[int], rows: int, widths: Sequence[int]) -> list[
     parts = np.sort(np.asarray(lengths)).reshape(-1, rows)
     chosen = np.searchsorted(widths, parts.max(axis=1))
     return [float(np.mean(chosen == i)) for i in range(len(widths))]
-
-
-def token_shares(config: Any, case: Case, lengths: Sequence[int]) -> tuple[list[float], int]:
-    """(fraction of the micro-batches of config.micro_batch_tokens that takes each shape, number of micro-batches) for
-    prompts of these lengths and responses of full length."""
-    columns, t = case.query_length, case.response_length
-    shapes = microbatch.token_shapes(config, items=len(lengths), columns=columns, t=t, group_size=case.group)
-    parts = microbatch.MicroBatches.by_tokens(
-        jnp.arange(len(lengths)),
-        prompts=jnp.array(lengths),
-        responses=jnp.full(len(lengths), t),
-        shapes=shapes,
-        narrow=lambda rows, present, shape: jnp.eye(len(shapes))[shapes.index(shape)],
-    )
-    taken = parts.sum(lambda shape: microbatch.Tally(shape)).sums
-    return (taken / jnp.sum(taken)).tolist(), int(jnp.sum(taken))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -151,12 +126,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     sizes = [("batch", 512), ("micro", 64), ("epochs", 4), ("query_length", 512), ("response_length", 53)]
     for name, default in (*sizes, ("num_generations", 4)):
         parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--micro_tokens", type=int, help="of a micro-batch, in place of --micro rows")
-    parser.add_argument("--widths", type=int, nargs="*", help="of prompts in update and log-probabilities; none: one")
     args = parser.parse_args(argv)
-    more = {} if args.widths is None else {"length_buckets": tuple(args.widths)}
-    if args.micro_tokens:
-        more |= {"micro_batch_size": None, "micro_batch_tokens": args.micro_tokens}
     try:
         jax.config.update("jax_platforms", "cpu")
         fields = {name: value for name, value in vars(args).items() if name in Case.__dataclass_fields__}
@@ -168,19 +138,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise UserError(
                 f"--prompts has {len(lengths)} that fit; needed: {case.prompts_per_update}, and a multiple of {rows}"
             )
-        jaxprs, config = programs(case, model, tokenizer, args.micro, more)
+        jaxprs, config = programs(case, model, tokenizer, args.micro)
         decoded = case.response_length - 1
-        if args.micro_tokens:
-            shares, turns = token_shares(config, case, lengths)
-        else:
-            shares, turns = shares_of(lengths, rows, microbatch.prompt_widths(config, case.query_length)), 1
-        turns_of = {"generate": decoded, "experience": turns, "update": turns}
-        floor = benchmark_work.case_work(case, Shape.of(model), lengths)
-        size = f"{args.micro_tokens} tokens" if args.micro_tokens else str(args.micro)
-        print(f"{case.name}, micro-batches of {size}, prompts of {np.mean(lengths):.0f} tokens on average")
+        shares = shares_of(lengths, rows, microbatch.prompt_widths(config, case.query_length))
+        floor = case_work(case, Shape.of(model), lengths)
+        print(f"{case.name}, micro-batches of {args.micro}, prompts of {np.mean(lengths):.0f} tokens on average")
         print(f"{'phase':<11} {'TFLOP':>10} {'floor':>10} {'ratio':>6}")
         for phase in PHASES:
-            flops = count(jaxprs[phase].jaxpr, shares, turns_of[phase]).flops
+            flops = count(jaxprs[phase].jaxpr, shares, decoded).flops
             least = floor[phase].flops
             print(f"{phase:<11} {flops / 1e12:>10.4g} {least / 1e12:>10.4g} {flops / least:>6.2f}")
         decoding = count(jaxprs["generate"].jaxpr, shares, decoded).bytes

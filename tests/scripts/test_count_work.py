@@ -11,10 +11,7 @@ from tests.helpers.paths import ROOT
 SCRIPTS = ROOT / "scripts" / "bench"
 sys.path.insert(0, str(SCRIPTS))
 
-import benchmark_case  # noqa: E402
 import count_work  # noqa: E402
-
-from rlhf_jax.config import PPOConfig  # noqa: E402
 
 A, B = jnp.zeros((4, 8)), jnp.zeros((8, 16))
 ONE = 2 * 4 * 8 * 16
@@ -46,13 +43,6 @@ def test_a_switch_counts_by_the_branches_taken():
 
     assert flops(program, A, B, shares=(0.25, 0.75)) == pytest.approx(0.25 * ONE / 2 + 0.75 * ONE)
     assert count_work.shares_of([1, 9, 3, 4], 2, (4, 9)) == [0.5, 0.5]
-
-
-def test_micro_batches_of_tokens_take_the_shapes_that_a_run_takes():
-    case = benchmark_case.Case(algo="ppo", query_length=256, response_length=16)
-    config = PPOConfig(query_length=256, response_length=16, micro_batch_tokens=544)
-    shares, parts = count_work.token_shares(config, case, [250, 90, 240, 80, 100])
-    assert parts == 2 and sorted(shares)[-2:] == [0.5, 0.5]  # 2 rows of 256 + 16 columns, 3 of 128 + 16
 
 
 @pytest.mark.parametrize("algo", ["ppo", "rloo"])
