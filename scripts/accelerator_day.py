@@ -22,8 +22,7 @@ The parts, in order:
     resume                a run that is killed continues with the same bytes
     resume_deterministic  the same with --deterministic
     rloo_410m, ppo_1b, rloo_1b    as ppo_410m
-    memory                peak memory by the compiled programs and measured
-    deterministic         seconds of an update with --deterministic
+    deterministic         ppo_410m of ours with --deterministic
     ppo_410m_sizes        ppo_410m with micro-batches of several sizes
 
 --small runs every part with toy sizes, which is how it is tested on a CPU.
@@ -52,6 +51,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PARTS_SCRIPT = ROOT / "scripts/bench/accelerator_parts.py"
 BENCHMARK = ROOT / "scripts/bench/benchmark.py"
 CASES = ("ppo_small", "rloo_small", "lora_small", "ppo_options", "rloo_options")
+DETERMINISTIC = ("--systems", "ours", "--deterministic")
 LEAST_SECONDS = 20.0  # of the time left, for another part to start
 
 
@@ -70,24 +70,21 @@ class Part:
         return Path(self.words[self.words.index("--json") + 1]) if "--json" in self.words else None
 
 
-def benchmark_part(name: str, args: argparse.Namespace, algo: str, shape: str, *more: str) -> Part:
-    """A comparison with TRL. Its work folder stays, for the parts that measure the same case."""
+def benchmark_part(
+    name: str, args: argparse.Namespace, algo: str, shape: str, *sizes: str, also: tuple[str, ...] = ()
+) -> Part:
+    """A comparison with TRL."""
     work = args.out.resolve().with_suffix("") / name
-    words = [str(BENCHMARK), "--algo", algo, "--work", str(work), "--json", str(work) + ".json", "--pairs", "1"]
+    words = [str(BENCHMARK), "--algo", algo, "--work", str(work), "--json", str(work) + ".json", "--pairs", "1", *also]
     if args.small:
         words += ["--shape", "1x32x2", "--batch", "4", "--query_length", "64", "--response_length", "8"]
         words += ["--epochs", "1", "--updates", "2", "--micro", "4", "--trl_micro", "4", "--cores", "1"]
     else:
-        words += ["--shape", shape, "--dtype", "bfloat16", "--batch", "64", "--epochs", "4", "--updates", "3"]
+        words += ["--shape", shape, "--dtype", "bfloat16", "--batch", "64", "--epochs", "4", "--updates", "3", *sizes]
     if args.prompts:
         words += ["--prompts", args.prompts, "--tokenizer", args.tokenizer]
-    return Part(name, (*words, *(() if args.small else more)), ("trl",), benchmark_environment())
-
-
-def benchmark_environment() -> tuple[tuple[str, str], ...]:
-    """Of the benchmarks, and of the parts that measure one of their cases again."""
     # Optimizer and params of 1b, for two models, are half of 80 GB.
-    return (("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92"),)
+    return Part(name, tuple(words), ("trl",), (("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92"),))
 
 
 def parts_of(args: argparse.Namespace) -> list[Part]:
@@ -113,8 +110,7 @@ def parts_of(args: argparse.Namespace) -> list[Part]:
         benchmark_part("rloo_410m", args, "rloo", "410m", "--micro", "32", "--trl_micro", "32"),
         benchmark_part("ppo_1b", args, "ppo", "1b", "--micro", "16", "--trl_micro", "16"),
         benchmark_part("rloo_1b", args, "rloo", "1b", "--micro", "32", "--trl_micro", "32"),
-        own("memory", "--case", "ppo_410m", environment=benchmark_environment()),
-        own("deterministic", "--case", "ppo_410m", environment=benchmark_environment()),
+        benchmark_part("deterministic", args, "ppo", "410m", "--micro", "16", also=DETERMINISTIC),
         benchmark_part(
             "ppo_410m_sizes", args, "ppo", "410m", "--micro", "8", "32", "64", "--trl_micro", "8", "32", "64"
         ),

@@ -1,6 +1,6 @@
 """The parts of scripts/accelerator_day.py that are not other commands: writes and prints JSON.
 
-python scripts/bench/accelerator_parts.py NAME --folder DIR [--json FILE] [--small] [--case NAME]
+python scripts/bench/accelerator_parts.py NAME --folder DIR [--json FILE] [--small]
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import functools
 import importlib.metadata
 import itertools
 import json
-import os
 import platform
 import subprocess
 import sys
@@ -295,55 +294,6 @@ def timed_calls(function: Any, *args: Any) -> dict[str, float]:
     return {"first s": round(first, 2), "ms": round(1e3 * best, 3), "temporary MiB": temporary / 2**20}
 
 
-def measured_case(args: argparse.Namespace) -> tuple[Path, Any, dict[str, Any]]:
-    """(work folder, case, our result) of a benchmark that an earlier part ran."""
-    from benchmark_case import Case
-
-    work = Path(args.folder) / args.case
-    if not (work / "ours-0.json").exists():
-        raise SystemExit(f"{work} has no result of ours: run the part {args.case} first")
-    return work, Case.read(work), json.loads((work / "ours-0.json").read_text())
-
-
-def memory(args: argparse.Namespace) -> dict[str, Any]:
-    """Peak of the compiled programs beside the measured peak."""
-    import benchmark_ours
-    import jax
-    from benchmark_case import rows_of
-
-    from rlhf_jax.dry_run import memory as compiled
-    from rlhf_jax.stages import open_stage
-
-    work, case, result_of_case = measured_case(args)
-    config = benchmark_ours.config_of(case, work, result_of_case["micro"], str(Path(args.folder) / "memory"))
-    stage = open_stage(config, train_dataset=rows_of(work, 0))
-    result: dict[str, Any] = {"programs": {}}
-    try:
-        abstract = compiled.abstract_stage(config, stage.mesh)
-        for program in compiled.programs(abstract):
-            names = ("seconds", "arguments", "outputs", "temporary", "aliased", "other_resident", "peak")
-            result["programs"][program.name] = {name: getattr(program, name) for name in names}
-        abstract.close()
-        state, _, _ = stage.train_step(stage.state, 0)
-        state, metrics, _ = stage.train_step(state, 1)
-        jax.block_until_ready((state, metrics))
-    finally:
-        stage.close()
-    return result | {"measured": benchmark_ours.memory()}
-
-
-def deterministic(args: argparse.Namespace) -> dict[str, Any]:
-    """Seconds of our updates with the flags of --deterministic, of the case that was measured without them."""
-    import benchmark
-
-    from rlhf_jax.parallel import xla_flags
-
-    work, case, without = measured_case(args)
-    xla_flags.add(xla_flags.DETERMINISTIC)  # the child inherits them
-    with_flags = benchmark.run_child("ours", case, work, 0, without["micro"], "deterministic")
-    return {"without": without["updates"], "with": with_flags["updates"], "flags": os.environ["XLA_FLAGS"].split()}
-
-
 PARTS = {
     "environment": environment,
     "numbers": numbers,
@@ -351,8 +301,6 @@ PARTS = {
     "attention": attention,
     "resume": resume,
     "resume_deterministic": functools.partial(resume, deterministic=True),
-    "memory": memory,
-    "deterministic": deterministic,
 }
 
 
@@ -363,7 +311,6 @@ def main() -> None:
     parser.add_argument("--folder", required=True, help="for what it writes")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the result to this file")
     parser.add_argument("--small", action="store_true")
-    parser.add_argument("--case", default="ppo_410m")
     parser.add_argument("--shape", default="410m", help="of attention: a Pythia size")
     parser.add_argument("--variants", nargs="+", help="of attention: blocked, cudnn, ...; default: all")
     parser.add_argument("--remat", nargs="+", default=["none"], help="of attention: none, dots, full")

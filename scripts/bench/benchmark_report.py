@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
+import datetime
 import json
 import os
 import platform
+import shlex
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
@@ -126,20 +130,17 @@ def report(case: Case, pairs: list[dict], table: list[dict]) -> str:
     return "\n".join(lines)
 
 
-def machine() -> dict[str, Any]:
-    """The machine and its load."""
+def about_this_run() -> dict[str, Any]:
+    """The machine and its load, the time and the command."""
     cpu = platform.processor() or platform.machine()
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
         cpu = next(line.split(":", 1)[1].strip() for line in text.splitlines() if line.startswith("model name"))
     except (OSError, StopIteration):
         pass
-    return {
-        "cpu": cpu,
-        "cores": available_cores(),
-        "load": os.getloadavg(),
-        "python": platform.python_version(),
-    }
+    about = {"cpu": cpu, "cores": available_cores(), "load": os.getloadavg(), "python": platform.python_version()}
+    date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    return {"machine": about, "date": date, "command": shlex.join([Path(sys.executable).name, *sys.argv])}
 
 
 def load_warning(about: dict[str, Any]) -> str | None:
@@ -164,20 +165,40 @@ def read_bounds(path: Path) -> dict[str, Any]:
         raise UserError(f"--baseline {path} is not JSON: {error}") from None
 
 
-def below_bounds(bounds: dict[str, Any], case: Case, ratio: dict[str, dict[str, float]]) -> list[str]:
-    """A line for each ratio whose median is below its bound.
+def bounds_of(path: Path, case: Any) -> dict[str, float]:
+    """The bounds of a case.
 
     Raises:
-      UserError: there is no bound for this case.
+      UserError: there are none.
     """
+    bounds = read_bounds(path)
     if case.name not in bounds:
         raise UserError(f"--baseline has no bounds for '{case.name}'; run without --check to store them")
-    limits = bounds[case.name]["bounds"]
+    return bounds[case.name]["bounds"]
+
+
+def below_bounds(limits: dict[str, float], ratio: dict[str, dict[str, float]]) -> list[str]:
+    """A line for each ratio whose median is below its bound."""
     low = {name: limit for name, limit in limits.items() if ratio[name]["median"] < limit}
     return [f"{name} ratio {ratio[name]['median']:.2f} is below its bound {limit:.2f}" for name, limit in low.items()]
 
 
-def store_bounds(path: Path, case: Case, ratio: dict[str, dict[str, float]], about: dict[str, Any]) -> None:
+def checked_or_stored(args: argparse.Namespace, case: Any, ratio: dict[str, dict], about: dict[str, Any]) -> list[str]:
+    """With --check the ratios below their bounds; else stores bounds if there is a --baseline."""
+    if args.check:
+        return below_bounds(bounds_of(args.baseline, case), ratio)
+    if args.baseline:
+        store_bounds(args.baseline, case, ratio, about)
+    return []
+
+
+def verdict(problems: Sequence[str]) -> int:
+    """Prints the outcome of --check; returns the exit code."""
+    print("\n".join(problems) or "no ratio is below its bound")
+    return int(bool(problems))
+
+
+def store_bounds(path: Path, case: Any, ratio: dict[str, dict[str, float]], about: dict[str, Any]) -> None:
     """Stores the ratios of a case and the bounds derived from them, replacing older ones."""
     names = ("speed", "memory")
     entry = {"bounds": {name: round(SLACK * ratio[name]["low"], 3) for name in names}}

@@ -31,10 +31,6 @@ class Rollouts:
     """[B] tokens of each response."""
     response_length: int
     """T: columns of the response."""
-    slots: int | None = None
-    """Rows that transformers' continuous batching computes together; None: all."""
-    batch_tokens: int = 512
-    """Most tokens of a batch of transformers' continuous batching, prompts and responses together."""
     decoding: dict[str, Any] = dataclasses.field(default_factory=dict)
     """Ours: fields of `generate.Decoding`; absent: its defaults."""
     repeats: int = 1

@@ -8,13 +8,12 @@ Texts are pieces of 10 to 500 tokens cut from --text (default: the files of docs
 over the texts. Parts:
 
 - logits: float32 logits beside transformers', and greedy answers of 64 tokens to 20 texts;
-- gradients: of the loss of two texts, of all weights and of adapters on all linear layers (needs peft);
 - perplexity: of the texts, both;
 - bfloat16: logits of both, beside transformers' in float32;
 - context: a prompt that ends 64 tokens before the context does;
 - export: the checkpoint as we write it, opened by transformers.
 
-Needs torch. Exit code 1: logits in float32 beyond 1e-5, gradients or a perplexity beyond 1e-4, a greedy answer or an
+Needs torch. Exit code 1: logits in float32 beyond 1e-5, a perplexity beyond 1e-4, a greedy answer or an
 export that differs.
 """
 
@@ -43,7 +42,7 @@ import transformers  # noqa: E402
 
 import rlhf_jax  # noqa: E402
 from rlhf_jax.generate import Sampling  # noqa: E402
-from rlhf_jax.models.io import hf, peft, safetensors  # noqa: E402
+from rlhf_jax.models.io import hf  # noqa: E402
 from rlhf_jax.types import PromptBatch  # noqa: E402
 
 PROMPTS, SHORTEST, LONGEST, ANSWER = 20, 10, 500, 64
@@ -166,88 +165,6 @@ def logits(both: Compared) -> None:
     both.report(f"greedy answers of {ANSWER} tokens that differ, of {len(rows)}", differ, 0, "d")
 
 
-def gradients(both: Compared) -> None:
-    import peft as their_peft
-
-    rows = [row[:256] for row in both.texts[-2:]]
-    with tempfile.TemporaryDirectory() as folder:
-        ours = both.ours()
-        hf.save(f"{folder}/full", ours.model, our_gradients(ours.model, ours.params, rows), kind="causal")
-        theirs = [their_gradients(both.theirs(dtype), rows) for dtype in (torch.float32, torch.float64)]
-        report_gradients(both, "all weights", f"{folder}/full/model.safetensors", *theirs)
-        targets = {"r": 8, "target_modules": "all-linear", "task_type": "CAUSAL_LM", "init_lora_weights": False}
-        torch.manual_seed(0)
-        made = their_peft.get_peft_model(both.theirs(), their_peft.LoraConfig(**targets))
-        made.save_pretrained(f"{folder}/adapter")
-        form, adapters = hf.load_adapter(f"{folder}/adapter", ours.model)
-        model = dataclasses.replace(ours.model, lora=form)
-        found = our_gradients(model, adapters, rows, ours.params)
-        peft.save(f"{folder}/gradients", model, found, kind="causal", base=None)
-        theirs = [
-            their_gradients(
-                their_peft.PeftModel.from_pretrained(both.theirs(dtype), f"{folder}/adapter", is_trainable=True)
-                .to(dtype)
-                .eval(),
-                rows,
-            )
-            for dtype in (torch.float32, torch.float64)
-        ]
-        report_gradients(both, "adapters", f"{folder}/gradients/{peft.WEIGHTS}", *theirs)
-
-
-def our_gradients(model: Any, own: Any, rows: list[np.ndarray], base: Any = None) -> Any:
-    """Of the mean over rows of the mean loss of their tokens; with `base`, of adapters on it."""
-
-    @jax.jit
-    def gradient(own, base, tokens, mask):
-        def loss(own):
-            params = own if base is None else model.with_lora(base, own)
-            scores = jax.nn.log_softmax(model.logits(params, model.hidden(params, tokens, mask))[0, :-1])
-            losses = -jnp.take_along_axis(scores, tokens[0, 1:, None], axis=1)[:, 0]
-            counted = mask[0, :-1]
-            return jnp.sum(losses * counted) / jnp.sum(counted) / len(rows)
-
-        return jax.grad(loss)(own)
-
-    totals = [gradient(own, base, tokens, mask) for tokens, mask, _ in padded(rows)]
-    return jax.tree.map(lambda *leaves: sum(leaves), *totals)
-
-
-def their_gradients(model: Any, rows: list[np.ndarray]) -> dict[str, np.ndarray]:
-    """Of the same loss, computed in the dtype of the logits; transformers computes its own in float32."""
-    with torch.enable_grad():
-        for row in rows:
-            tokens = torch.tensor(row)[None].long()
-            logits = model(tokens).logits[0, :-1]
-            (torch.nn.functional.cross_entropy(logits, tokens[0, 1:]) / len(rows)).backward()
-    return {
-        name.replace(".default", ""): parameter.grad.numpy()
-        for name, parameter in model.named_parameters()
-        if parameter.requires_grad
-    }
-
-
-def report_gradients(
-    both: Compared, name: str, file: str, theirs: dict[str, np.ndarray], exact: dict[str, np.ndarray]
-) -> None:
-    """Distances of both in float32 from transformers' in float64, and from each other: torch's cross entropy of 49,152
-    logits on a CPU is the less exact part."""
-    ours = {
-        key: source.read((slice(None),) * exact[key].ndim) for key, source in safetensors.open_file(Path(file)).items()
-    }
-    if ours.keys() != exact.keys():
-        both.failures.append(f"names of the gradients of {name}")
-    names = sorted(ours.keys() & exact.keys())
-    flat = {
-        label: np.concatenate([np.asarray(side[key], np.float64).ravel() for key in names])
-        for label, side in (("ours", ours), ("transformers", theirs), ("exact", exact))
-    }
-    for label, side, bound in (("ours", ours, 1e-4), ("transformers", theirs, math.inf)):
-        both.report(f"gradient of {name}, float32, from float64, {label}", distance(flat[label], flat["exact"]), bound)
-        both.report(f"  of one tensor, the largest, {label}", max(distance(side[key], exact[key]) for key in names))
-    both.report("  of ours from transformers' in float32", distance(flat["ours"], flat["transformers"]))
-
-
 def perplexities(both: Compared) -> None:
     theirs = perplexity(their_logits(both.theirs(), both.texts), both.texts)
     ours = perplexity(our_outputs(both.ours(), both.texts), both.texts)
@@ -284,7 +201,6 @@ def export(both: Compared) -> None:
 
 PARTS = {
     "logits": logits,
-    "gradients": gradients,
     "perplexity": perplexities,
     "bfloat16": bfloat16,
     "context": context,

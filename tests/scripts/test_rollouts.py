@@ -24,7 +24,7 @@ def work(tmp_path_factory):
     """Ten rows of the tiny model with lengths of their own."""
     folder = tmp_path_factory.mktemp("rollouts")
     model, vocabulary = rollouts.prepare("tiny", folder)
-    case = rollouts.Case("tiny", "tight", len(LIMITS), 8, 12, None, 1)
+    case = rollouts.Case("tiny", "tight", len(LIMITS), 8, 12, 1)
     made = rollouts.rollouts_of(case, model, vocabulary, 0, 1)
     return dataclasses.replace(made, limits=LIMITS)
 
@@ -68,15 +68,13 @@ def test_ours_gives_each_row_its_length(work):
     assert rollouts_ours.lengths_of(run(LIMITS)) == LIMITS
 
 
-@pytest.mark.parametrize("system", ["one_batch", "continuous"])
-def test_transformers_gives_each_row_its_length(work, system):
+def test_transformers_gives_each_row_its_length(work):
     pytest.importorskip("torch")
-    pytest.importorskip("psutil")
     import rollouts_transformers
 
-    with getattr(rollouts_transformers, system)(dataclasses.replace(work, slots=4)) as run:
-        assert run(LIMITS) == LIMITS
-        assert run([1] * len(LIMITS)) == [1] * len(LIMITS)
+    run = rollouts_transformers.one_batch(work)
+    assert run(LIMITS) == LIMITS
+    assert run([1] * len(LIMITS)) == [1] * len(LIMITS)
 
 
 def test_rows_of_generate_end_at_their_limits():
@@ -116,30 +114,22 @@ def result(speed, peak=100.0):
     }
 
 
-def test_ratios_are_of_the_same_round_and_to_the_better_of_the_two():
+def test_ratios_are_of_the_same_round():
     rounds = [
-        {"ours": result(30, 110.0), "generate": result(10), "continuous": result(5)},
-        {"ours": result(80), "generate": result(20), "continuous": result(6)},
+        {"ours": result(30, 110.0), "generate": result(10)},
+        {"ours": result(80), "generate": result(20)},
     ]
-    ours, a, b = rollouts.result_rows(rounds)
+    ours, theirs = rollouts.result_rows(rounds)
     assert ours["ratio"] == {"median": 3.5, "low": 3, "high": 4} and ours["peak_mib"] == 110
-    assert a["ratio"]["median"] == 1 and b["ratio"] == {"median": 0.4, "low": 0.3, "high": 0.5}
-    text = rollouts.table([ours, a, b])
+    assert rollouts.ratios(rounds)["memory"]["high"] == 1.0 and "ratio" not in theirs
+    text = rollouts.table([ours, theirs])
     assert "| ours | 55 (30 to 80) | 110 MiB | 9 MiB | 2.0 s | 3.50 (3.00 to 4.00) |" in text
-
-
-def test_what_fails_is_shown_and_the_others_compared():
-    rounds = [{"ours": result(30), "generate": result(10), "continuous": {"error": "ValueError: no | pages\nmore"}}]
-    rows = rollouts.result_rows(rounds)
-    assert rows[0]["ratio"]["median"] == 3
-    assert "| transformers, continuous batching | failed: ValueError: no / pages |" in rollouts.table(rows)
 
 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
         ("--rounds 0", "--rounds 0: give 1 or more"),
-        ("--slots 65", "--slots 65: give 1 to --rows 64"),
         ('--decoding {"speed":1}', "--decoding"),
         ("--check", "--check needs --baseline FILE"),
         ("--baseline x.json --systems ours", "--baseline needs --systems ours generate"),
