@@ -32,7 +32,7 @@ import jax
 import numpy as np
 from benchmark_case import available_cores
 from benchmark_report import about_this_run, bounds_of, checked_or_stored, load_warning, spread, verdict
-from rollouts_case import Rollouts
+from rollouts_child import Rollouts
 
 from rlhf_jax import UserError, models
 from rlhf_jax.generate import Decoding
@@ -166,10 +166,9 @@ def run_child(system: str, rollouts: Rollouts, work: Path, name: str) -> dict[st
     Raises:
       UserError: it failed; quotes the end of its log.
     """
-    script = "rollouts_ours.py" if system == "ours" else "rollouts_transformers.py"
     rollouts.write(work / f"{name}-case.json")
     env = {**benchmark.environment(rollouts), "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
-    words = [sys.executable, str(HERE / script), str(work), system, name]
+    words = [sys.executable, str(HERE / "rollouts_child.py"), str(work), system, name]
     result = benchmark.result_of(words, env, work / f"{system}-{name}")
     if result is None:
         raise UserError(f"{system} runs out of memory")

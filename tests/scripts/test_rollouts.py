@@ -12,8 +12,7 @@ from tests.helpers.paths import ROOT, SCRIPTS
 sys.path.insert(0, str(SCRIPTS / "bench"))  # as for a script run from there
 
 import rollouts  # noqa: E402
-import rollouts_case  # noqa: E402
-import rollouts_ours  # noqa: E402
+import rollouts_child  # noqa: E402
 
 BOUNDS = ROOT / "tests" / "scripts" / "benchmark_bounds.json"
 LIMITS = [9, 1, 4, 12, 2, 6, 3, 5, 7, 11]
@@ -63,42 +62,24 @@ def test_lengths_are_drawn_by_seed_with_their_mean_and_within_their_columns():
     assert np.std(rollouts.drawn_lengths("tight", 20_000, 1024, seed=3)) == pytest.approx(102.4, rel=0.03)
 
 
-def test_ours_gives_each_row_its_length(work):
-    run = rollouts_ours.program(dataclasses.replace(work, decoding={"slots": 4}))
-    assert rollouts_ours.lengths_of(run(LIMITS)) == LIMITS
-
-
-def test_transformers_gives_each_row_its_length(work):
-    pytest.importorskip("torch")
-    import rollouts_transformers
-
-    run = rollouts_transformers.one_batch(work)
-    assert run(LIMITS) == LIMITS
+@pytest.mark.parametrize("system", rollouts_child.SIDES)
+def test_each_side_gives_each_row_its_length(work, system):
+    if system != "ours":
+        pytest.importorskip("torch")
+    run, imports = rollouts_child.SIDES[system](dataclasses.replace(work, decoding={"slots": 4}))
+    assert run(LIMITS) == LIMITS and imports > 0
     assert run([1] * len(LIMITS)) == [1] * len(LIMITS)
-
-
-def test_rows_of_generate_end_at_their_limits():
-    torch = pytest.importorskip("torch")
-    import rollouts_transformers
-
-    limits = rollouts_transformers.Limits(prompt_length=5, limits=[1, 3])
-    assert [limits(torch.zeros(2, width), None).tolist() for width in (5, 6, 7, 8)] == [
-        [False, False],
-        [True, False],
-        [True, False],
-        [True, True],
-    ]
 
 
 def test_child_processes_read_the_rollouts_that_were_written(work, tmp_path):
     work.write(tmp_path / "x-case.json")
-    assert rollouts_case.Rollouts.read(tmp_path / "x-case.json") == work
+    assert rollouts_child.Rollouts.read(tmp_path / "x-case.json") == work
     assert work.tokens == sum(LIMITS)
 
 
 def test_a_response_of_another_length_is_an_error(work):
     with pytest.raises(RuntimeError, match="responses of"):
-        rollouts_case.measure(work, lambda limits: [1] * len(limits), 0.0)
+        rollouts_child.measure(work, lambda limits: [1] * len(limits), 0.0)
 
 
 # --- what is measured
