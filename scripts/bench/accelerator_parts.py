@@ -10,9 +10,9 @@ import contextlib
 import dataclasses
 import functools
 import importlib.metadata
+import importlib.util
 import itertools
 import json
-import platform
 import subprocess
 import sys
 import time
@@ -23,23 +23,19 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT / "scripts/chaos"))
 
 
-def environment(args: argparse.Namespace) -> dict[str, Any]:
+def machine(args: argparse.Namespace) -> dict[str, Any]:
     """Devices, versions, and the rates that shares of the peak refer to."""
     import benchmark_ours
     import jax
     import jax.numpy as jnp
 
     from rlhf_jax.parallel import peaks
+    from rlhf_jax.runtime import environment
 
     device = jax.devices()[0]
     memory = device.memory_stats() or {}
-    names = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "torch", "transformers", "trl", "datasets")
-    versions = {"python": platform.python_version()}
-    for name in names:
-        try:
-            versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            versions[name] = None
+    installed = {module: importlib.util.find_spec(module) for module in ("torch", "trl")}
+    others = {module: importlib.metadata.version(module) for module, spec in installed.items() if spec}
     words = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total,power.limit", "--format=csv,noheader"]
     try:
         gpu = subprocess.run(words, capture_output=True, text=True).stdout.strip()
@@ -58,7 +54,7 @@ def environment(args: argparse.Namespace) -> dict[str, Any]:
         "kind": device.device_kind,
         "bytes_limit": memory.get("bytes_limit"),
         "nvidia_smi": gpu,
-        "versions": versions,
+        "versions": environment.versions() | others,
         "flops_per_second": rates,
     }
 
@@ -295,7 +291,7 @@ def timed_calls(function: Any, *args: Any) -> dict[str, float]:
 
 
 PARTS = {
-    "environment": environment,
+    "environment": machine,
     "numbers": numbers,
     "greedy": greedy,
     "attention": attention,

@@ -33,28 +33,15 @@ from rlhf_jax.option import checked_types
 from rlhf_jax.parallel import peaks, xla_flags
 from rlhf_jax.runtime import compile_cache, progress, stopping
 from rlhf_jax.runtime import run_folder as run_folders
-from rlhf_jax.runtime.callbacks import Callback, Control
+from rlhf_jax.runtime.callbacks import Control
 from rlhf_jax.runtime.loop import Loop, Patience
 from rlhf_jax.runtime.monitor import Monitor
 from rlhf_jax.stages import open_stage
-
-REPEATS = 3
 
 
 def config_of(case: Case, work: Path, micro: int | None, run_dir: str):
     """Our config for the case."""
     return CONFIGS[case.algo](**our_options(case, work, micro, run_dir))
-
-
-class Peak(Callback):
-    """Peak memory up to the end of each update."""
-
-    def __init__(self):
-        self.memory: dict[str, float] = {}
-
-    def on_step_end(self, step: int, metrics: dict[str, float], control: Control) -> None:
-        """Update `step` is complete."""
-        self.memory = memory()
 
 
 def memory() -> dict[str, float]:
@@ -72,16 +59,15 @@ class NoCheckpoints:
 
 
 def updates(stage) -> tuple[Any, list[dict[str, float]], dict[str, float]]:
-    """Runs all updates in the training loop: (state, timings of each update, peak memory)."""
+    """Runs all updates in the training loop: (state, timings of each update, peak memory so far)."""
     config = stage.config
     run_folder = run_folders.RunFolder.open(config.run_dir, json.loads(config_files.to_json(config)), config.resume)
-    peak, control, stops, monitor = Peak(), Control(), stopping.Stops(), Monitor(stage, run_folder)
+    stops, monitor = stopping.Stops(), Monitor(stage, run_folder)
     logger = metrics_logger.MetricLogger.open(
         run_folder.path,
         report_to=config.report_to,
         monitor=monitor,
         terminal=progress.TerminalLines(total_steps=stage.total_steps, logging_steps=config.logging_steps),
-        callback=lambda step, values: peak.on_step_end(step, values, control),
     )
     loop = Loop(
         stage,
@@ -90,8 +76,8 @@ def updates(stage) -> tuple[Any, list[dict[str, float]], dict[str, float]]:
         run_folder=run_folder,
         checkpoints=NoCheckpoints(),
         logger=logger,
-        callbacks=(peak,),
-        control=control,
+        callbacks=(),
+        control=Control(),
         stops=stops,
         monitor=monitor,
         patience=Patience(stage, run_folder),
@@ -101,7 +87,7 @@ def updates(stage) -> tuple[Any, list[dict[str, float]], dict[str, float]]:
             loop.begin_update()
             loop.end_update(*stage.train_step(loop.state, loop.step, stops.tick))
             loop.finish_update()
-    return loop.state, metrics_logger.read_metrics(run_folder.timings), peak.memory
+    return loop.state, metrics_logger.read_metrics(run_folder.timings), memory()
 
 
 def loop_phases(line: dict[str, float]) -> dict[str, float]:

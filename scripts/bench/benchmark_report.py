@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from benchmark_case import LOOP, Case, available_cores
 
 from rlhf_jax import UserError
+from rlhf_jax.runtime import environment
 from rlhf_jax.runtime.run_folder import write_atomically
 from rlhf_jax.stages.work import Shape, Work, rollout_work
 from rlhf_jax.utils.strict_json import json_text
@@ -132,12 +133,7 @@ def report(case: Case, pairs: list[dict], table: list[dict]) -> str:
 
 def about_this_run() -> dict[str, Any]:
     """The machine and its load, the time and the command."""
-    cpu = platform.processor() or platform.machine()
-    try:
-        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
-        cpu = next(line.split(":", 1)[1].strip() for line in text.splitlines() if line.startswith("model name"))
-    except (OSError, StopIteration):
-        pass
+    cpu, _ = environment.cpu()
     about = {"cpu": cpu, "cores": available_cores(), "load": os.getloadavg(), "python": platform.python_version()}
     date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     return {"machine": about, "date": date, "command": shlex.join([Path(sys.executable).name, *sys.argv])}

@@ -38,12 +38,14 @@ import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
+import torch.nn.functional as F  # noqa: E402
 import transformers  # noqa: E402
 
 import rlhf_jax  # noqa: E402
 from rlhf_jax.generate import Sampling  # noqa: E402
 from rlhf_jax.models.io import hf  # noqa: E402
 from rlhf_jax.types import PromptBatch  # noqa: E402
+from tests.helpers.arrays import distance  # noqa: E402
 
 PROMPTS, SHORTEST, LONGEST, ANSWER = 20, 10, 500, 64
 
@@ -72,12 +74,6 @@ class Compared:
         print(f"{name:58s} {value:{form}}", flush=True)
         if not value <= bound:
             self.failures.append(name)
-
-
-def distance(ours: Any, theirs: Any) -> float:
-    """||a - b|| / ||b||."""
-    ours, theirs = np.asarray(ours, np.float64), np.asarray(theirs, np.float64)
-    return float(np.linalg.norm(ours - theirs) / np.linalg.norm(theirs))
 
 
 # --- texts
@@ -144,12 +140,10 @@ def their_logits(model: Any, rows: list[np.ndarray]) -> list[np.ndarray]:
 def perplexity(logits: list[np.ndarray], rows: list[np.ndarray]) -> float:
     """Of all tokens of the rows but their first."""
     losses = [
-        np.log(np.exp(own - own.max(-1, keepdims=True)).sum(-1))[:-1]
-        + own.max(-1)[:-1]
-        - own[np.arange(len(row) - 1), row[1:]]
-        for own, row in zip((own.astype(np.float64) for own in logits), rows, strict=True)
+        F.cross_entropy(torch.tensor(scores[:-1]).double(), torch.tensor(row[1:]).long(), reduction="none")
+        for scores, row in zip(logits, rows, strict=True)
     ]
-    return float(np.exp(np.concatenate(losses).mean()))
+    return float(torch.cat(losses).mean().exp())
 
 
 # --- parts

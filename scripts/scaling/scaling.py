@@ -303,12 +303,14 @@ def _peaks(row: dict) -> tuple[str, str]:
     return sampling, f"{update['peak'] / GIB:.1f}"
 
 
-def rloo_line(model: str, way: str, found: list[dict | None]) -> str:
+def for_each_kind(line: Callable[[str, str, dict], str]) -> Callable[[str, str, list[dict | None]], str]:
     """A line for each kind of slice."""
-    return "\n".join(_rloo_line(model, way, row) for row in found if row)
+    return lambda model, way, found: "\n".join(line(model, way, row) for row in found if row)
 
 
-def _rloo_line(model: str, way: str, row: dict) -> str:
+@for_each_kind
+def rloo_line(model: str, way: str, row: dict) -> str:
+    """With the logits and the largest array."""
     held = [sum(row["parts"].values()), row["cache"]]
     head = f"| {model} | {SHAPES[model]['config']['vocab_size']:,} | {way} "
     if not row["fits"]:
@@ -332,12 +334,9 @@ def adapters_line(model: str, way: str, found: list[dict | None]) -> str:
     return f"| {model} | {way} | {' | '.join(cells)} | {sum(parts.values()):.1f} | {where} |"
 
 
-def images_line(model: str, way: str, found: list[dict | None]) -> str:
-    """A line for each kind of device."""
-    return "\n".join(_images_line(model, way, row) for row in found if row)
-
-
-def _images_line(model: str, way: str, row: dict) -> str:
+@for_each_kind
+def images_line(model: str, way: str, row: dict) -> str:
+    """With the peaks."""
     head = f"| {model} | {way} "
     if not row["fits"]:
         return f"{head}| larger than {row['topology']} |" + " |" * 7
