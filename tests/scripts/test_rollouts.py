@@ -71,12 +71,6 @@ def test_each_side_gives_each_row_its_length(work, system):
     assert run([1] * len(LIMITS)) == [1] * len(LIMITS)
 
 
-def test_child_processes_read_the_rollouts_that_were_written(work, tmp_path):
-    work.write(tmp_path / "x-case.json")
-    assert rollouts_child.Rollouts.read(tmp_path / "x-case.json") == work
-    assert work.tokens == sum(LIMITS)
-
-
 def test_a_response_of_another_length_is_an_error(work):
     with pytest.raises(RuntimeError, match="responses of"):
         rollouts_child.measure(work, lambda limits: [1] * len(limits), 0.0)
