@@ -186,7 +186,7 @@ def fill(
     print(name, flush=True)
     with tempfile.TemporaryDirectory() as folder:
         config = make(folder)
-        row = row or what_is_held(config, size)
+        row = row or without_programs(config, size)
         for program in programs:
             if row["fits"] and program not in row["programs"]:
                 add_program(row, config, program)
@@ -207,7 +207,7 @@ def add_program(row: dict, config: StageConfig, name: str) -> None:
         print(f"  {name}: {entry['seconds']} s, peak {program.peak / GIB:.1f} GiB {program.refused}", flush=True)
 
 
-def what_is_held(config: StageConfig, size: int | None = None) -> dict:
+def without_programs(config: StageConfig, size: int | None = None) -> dict:
     """A row without programs: what each device holds, and the least that it needs."""
     stage = memory.abstract_stage(config, memory.mesh_of(config))
     devices, parts = stage.mesh.devices, memory.resident_bytes(stage)
@@ -278,19 +278,19 @@ class Smallest:
 
     def best(self, rows: dict[str, dict], model: str, way: str) -> list[dict | None]:
         """Of each kind of slice the smallest that fits, else the largest that was tried; None: none was."""
-        found = []
+        smallest = []
         for slices in self.kinds:
             names = [f"{self.name}:{model}:{way}:{topology}" for topology in slices]
             tried = [rows[name] for name in names if name in rows]
-            found.append(next((row for row in tried if row["fits"]), tried[-1] if tried else None))
-        return found
+            smallest.append(next((row for row in tried if row["fits"]), tried[-1] if tried else None))
+        return smallest
 
     def lines(self, rows: dict[str, dict]) -> list[str]:
         """The finished rows as Markdown."""
         lines, missing = [self.head, "|" + "---|" * (self.head.count("|") - 1)], []
         for model, way in itertools.product(self.models, self.ways):
-            if any(found := self.best(rows, model, way)):
-                lines.append(self.line(model, way, found))
+            if any(smallest := self.best(rows, model, way)):
+                lines.append(self.line(model, way, smallest))
             else:
                 missing.append(f"{model} ({way})")
         return [*lines, "", f"Not compiled: {', '.join(missing)}."] if missing else lines

@@ -80,7 +80,7 @@ def compiled(monkeypatch):
         asked.append((config.topology, name))
         return Program(name, 0.0, peaks[name], 0, 0, 0, 0)
 
-    monkeypatch.setattr(scaling, "what_is_held", lambda *_: {**held, "programs": {}})
+    monkeypatch.setattr(scaling, "without_programs", lambda *_: {**held, "programs": {}})
     monkeypatch.setattr(scaling.in_processes, "in_process", in_process)
     return asked, peaks
 
@@ -208,6 +208,6 @@ def test_a_config_keeps_its_options_and_takes_shapes_for_its_models(tmp_path):
 @pytest.mark.parametrize("name", SHIPPED.configs)
 def test_the_models_of_a_shipped_config_leave_room_on_its_gpus(name, tmp_path):
     size = scaling.CARDS.get(SHIPPED.configs[name], ("", None))[1]
-    row = scaling.what_is_held(SHIPPED.config(name, str(tmp_path)), size)
+    row = scaling.without_programs(SHIPPED.config(name, str(tmp_path)), size)
     assert 0 < row["held"] < 0.6 * row["limit"]
     assert row["held"] == ROWS["shipped"][name]["held"]  # the row is of the config as it is
