@@ -22,8 +22,7 @@ The parts, in order:
     resume                a run that is killed continues with the same bytes
     resume_deterministic  the same with --deterministic
     rloo_410m, ppo_1b, rloo_1b    as ppo_410m
-    memory                peak memory by the compiled programs and measured
-    deterministic         seconds of an update with --deterministic
+    deterministic         ppo_410m of ours with --deterministic
     ppo_410m_sizes        ppo_410m with micro-batches of several sizes
 
 --small runs every part with toy sizes, which is how it is tested on a CPU.
@@ -52,6 +51,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PARTS_SCRIPT = ROOT / "scripts/bench/accelerator_parts.py"
 BENCHMARK = ROOT / "scripts/bench/benchmark.py"
 CASES = ("ppo_small", "rloo_small", "lora_small", "ppo_options", "rloo_options")
+DETERMINISTIC = ("--systems", "ours", "--deterministic")
 LEAST_SECONDS = 20.0  # of the time left, for another part to start
 
 
@@ -63,28 +63,28 @@ class Part:
     words: tuple[str, ...]
     needs: tuple[str, ...] = ()
     environment: tuple[tuple[str, str], ...] = ()
-    result: str = "last line"
-    """Where its JSON is: the last line of its output that is JSON, 'text' (its output), or 'file' (of --json)."""
+
+    @property
+    def json_file(self) -> Path | None:
+        """The file that its --json names; None: its output is the result."""
+        return Path(self.words[self.words.index("--json") + 1]) if "--json" in self.words else None
 
 
-def benchmark_part(name: str, args: argparse.Namespace, algo: str, shape: str, *more: str) -> Part:
-    """A comparison with TRL. Its work folder stays, for the parts that measure the same case."""
+def benchmark_part(
+    name: str, args: argparse.Namespace, algo: str, shape: str, *sizes: str, also: tuple[str, ...] = ()
+) -> Part:
+    """A comparison with TRL."""
     work = args.out.resolve().with_suffix("") / name
-    words = [str(BENCHMARK), "--algo", algo, "--work", str(work), "--json", str(work) + ".json", "--pairs", "1"]
+    words = [str(BENCHMARK), "--algo", algo, "--work", str(work), "--json", str(work) + ".json", "--pairs", "1", *also]
     if args.small:
         words += ["--shape", "1x32x2", "--batch", "4", "--query_length", "64", "--response_length", "8"]
         words += ["--epochs", "1", "--updates", "2", "--micro", "4", "--trl_micro", "4", "--cores", "1"]
     else:
-        words += ["--shape", shape, "--dtype", "bfloat16", "--batch", "64", "--epochs", "4", "--updates", "3"]
+        words += ["--shape", shape, "--dtype", "bfloat16", "--batch", "64", "--epochs", "4", "--updates", "3", *sizes]
     if args.prompts:
         words += ["--prompts", args.prompts, "--tokenizer", args.tokenizer]
-    return Part(name, (*words, *(() if args.small else more)), ("trl",), benchmark_environment(), "file")
-
-
-def benchmark_environment() -> tuple[tuple[str, str], ...]:
-    """Of the benchmarks, and of the parts that measure one of their cases again."""
     # Optimizer and params of 1b, for two models, are half of 80 GB.
-    return (("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92"),)
+    return Part(name, tuple(words), ("trl",), (("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92"),))
 
 
 def parts_of(args: argparse.Namespace) -> list[Part]:
@@ -93,24 +93,24 @@ def parts_of(args: argparse.Namespace) -> list[Part]:
     folder = str(args.out.resolve().with_suffix(""))
 
     def own(name: str, *more: str, needs: tuple[str, ...] = (), environment: tuple[tuple[str, str], ...] = ()) -> Part:
-        return Part(name, (str(PARTS_SCRIPT), name, "--folder", folder, *small, *more), needs, environment)
+        words = (str(PARTS_SCRIPT), name, "--folder", folder, "--json", f"{folder}/{name}.json", *small, *more)
+        return Part(name, words, needs, environment)
 
     cases = [str(ROOT / "tests/parity/cases" / case) for case in (CASES[:1] if args.small else CASES)]
     highest = (("JAX_DEFAULT_MATMUL_PRECISION", "highest"), ("JAX_PLATFORMS", args.platform))
     return [
         own("environment"),
         own("numbers", needs=("torch",)),
-        Part("replay", ("-m", "tests.parity.replay", *cases), (), highest, "text"),
+        Part("replay", ("-m", "tests.parity.replay", *cases), (), highest),
         own("greedy"),
         benchmark_part("ppo_410m", args, "ppo", "410m", "--micro", "16", "--trl_micro", "16"),
-        own("attention", "--remat", "none", "dots", "--layers", "scanned", "unrolled"),
+        own("attention", "--remat", "none", "dots"),
         own("resume"),
         own("resume_deterministic"),
         benchmark_part("rloo_410m", args, "rloo", "410m", "--micro", "32", "--trl_micro", "32"),
         benchmark_part("ppo_1b", args, "ppo", "1b", "--micro", "16", "--trl_micro", "16"),
         benchmark_part("rloo_1b", args, "rloo", "1b", "--micro", "32", "--trl_micro", "32"),
-        own("memory", "--case", "ppo_410m", environment=benchmark_environment()),
-        own("deterministic", "--case", "ppo_410m", environment=benchmark_environment()),
+        benchmark_part("deterministic", args, "ppo", "410m", "--micro", "16", also=DETERMINISTIC),
         benchmark_part(
             "ppo_410m_sizes", args, "ppo", "410m", "--micro", "8", "32", "64", "--trl_micro", "8", "32", "64"
         ),
@@ -168,39 +168,18 @@ def run_part(part: Part, args: argparse.Namespace, limit: float) -> dict[str, An
             os.killpg(process.pid, 9)
             process.wait()
             outcome = {"status": "cut", "why": f"the time was up after {limit:.0f} s"}
-            if part.result == "file":  # what its processes measured so far
-                files = sorted(Path(json_file(part)).with_suffix("").glob("*-*.json"))
+            if part.json_file is not None:  # what a benchmark's processes measured so far
+                files = sorted(part.json_file.with_suffix("").glob("*-*.json"))
                 outcome["measured"] = {path.stem: json.loads(path.read_text()) for path in files}
             return outcome
     text = log.read_text(encoding="utf-8", errors="replace")
     seconds = round(time.monotonic() - began, 1)
-    if code and not (part.result == "text" and verdicts(text)):  # a run that does not replay is a result
+    if code and not (part.json_file is None and verdicts(text)):  # a run that does not replay is a result
         return {"status": "failed", "seconds": seconds, "why": "\n".join(text.splitlines()[-25:])}
     outcome = {"status": "done", "seconds": seconds}
-    if part.result == "text":
+    if part.json_file is None:
         return {**outcome, "code": code, "result": text[-12_000:]}
-    if part.result == "file":
-        return {**outcome, "result": json.loads(Path(json_file(part)).read_text()), "text": text}
-    result = last_object(text)
-    if result is None:
-        return {"status": "failed", "seconds": seconds, "why": f"no result in its output, {log}"}
-    return {**outcome, "result": result}
-
-
-def last_object(text: str) -> dict[str, Any] | None:
-    """The last line that is a JSON object; libraries may print more after it."""
-    for line in reversed(text.splitlines()):
-        if line.startswith("{"):
-            try:
-                return json.loads(line)
-            except json.JSONDecodeError:
-                pass
-    return None
-
-
-def json_file(part: Part) -> str:
-    """The file that the part's --json names."""
-    return part.words[part.words.index("--json") + 1]
+    return {**outcome, "result": json.loads(part.json_file.read_text()), "text": text}
 
 
 def summary(name: str, outcome: dict[str, Any]) -> str:
@@ -210,11 +189,8 @@ def summary(name: str, outcome: dict[str, Any]) -> str:
         return f"{name}: {outcome['status']}: {outcome['why']}\n{measured}".rstrip()
     if "text" in outcome:
         return f"{name} ({outcome['seconds']} s)\n{outcome['text'].rstrip()}"
-    if isinstance(outcome["result"], str):
-        return f"{name} ({outcome['seconds']} s)\n" + (
-            "\n".join(verdicts(outcome["result"])) or outcome["result"][-2000:]
-        )
-    return f"{name} ({outcome['seconds']} s)\n{json.dumps(outcome['result'], indent=1)}"
+    shown = "\n".join(verdicts(outcome["result"])) or outcome["result"][-2000:]
+    return f"{name} ({outcome['seconds']} s)\n{shown}"
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -18,9 +18,11 @@ import sys
 import tempfile
 import time
 
-from docs_commands import ROOT, STANDS_FOR, commands, programs
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
 
-from rlhf_jax.data import synthetic
+from rlhf_jax.data import synthetic  # noqa: E402
+from tests.helpers.docs_commands import STANDS_FOR, commands, programs  # noqa: E402
 
 SHORT = {
     "quickstart.py": "--sft.max_steps 8 --reward.max_steps 8 --ppo.total_episodes 512 --ppo.max_eval_samples 64",
@@ -33,7 +35,6 @@ SHORT = {
 SHORT_SCRIPTS = {
     "chaos.py": "--short --kills 2",
     "goldrush.py": "--folder goldrush --short",
-    "fuzz.py": "--examples 50",
 }
 TINY = "--model_name_or_path none --scratch_model 1x16x2 --tokenizer_name_or_path synthetic --max_steps 4"
 REASONS = (  # (parts of words of a command, why it is skipped)
@@ -43,14 +44,8 @@ REASONS = (  # (parts of words of a command, why it is skipped)
     (("s3://BUCKET",), "needs a bucket"),
     (("sbatch", "srun", "kubectl", "mpirun"), "needs a cluster, or scripts/launch/*_one_machine.sh"),
     (("JAX_LOCAL_DEVICE_IDS=$OMPI_COMM_WORLD_LOCAL_RANK", "FIRST_MACHINE:12345"), "needs several machines"),
-    (
-        ("scripts/bench/", "PYTHIA"),
-        "a measurement; see docs/benchmarks.md",
-    ),
-    (
-        ("scripts/scaling/", "scripts/parity/"),
-        "takes hours, or needs TRL",
-    ),
+    (("scripts/bench/", "PYTHIA"), "a measurement; see docs/benchmarks.md"),
+    (("scripts/scaling/", "scripts/parity/"), "takes hours, or needs TRL"),
     (("venv", "scripts/newest_python.sh"), "covered by .ci/run"),
 )
 

@@ -42,7 +42,7 @@ def programs(config: StageConfig, on_compiled: Callable[[Program], None]) -> lis
     names = OF_ROLLOUTS if isinstance(config, PolicyConfig) else ("update",)
     compiled = []
     with futures.ThreadPoolExecutor(min(len(names), os.cpu_count() or 1)) as pool:
-        begun = {name: pool.submit(_in_process, config, name) for name in LONGEST_FIRST if name in names}
+        begun = {name: pool.submit(in_process, config, name) for name in LONGEST_FIRST if name in names}
         for name in names:
             if (program := begun[name].result()) is not None:
                 compiled.append(program)
@@ -50,7 +50,7 @@ def programs(config: StageConfig, on_compiled: Callable[[Program], None]) -> lis
     return compiled
 
 
-def _in_process(config: StageConfig, name: str) -> Program | None:
+def in_process(config: StageConfig, name: str) -> Program | None:
     """One program; None where the stage has none of the name."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "program")

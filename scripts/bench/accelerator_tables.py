@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-MIB = 2**20
 KINDS = ("float32, highest", "float32, default", "bfloat16")
 
 
@@ -24,8 +23,6 @@ def markdown(results: dict[str, dict[str, Any]]) -> str:
         ("attention", _attention),
         ("numbers", _numbers),
         ("greedy", _greedy),
-        ("memory", _memory),
-        ("deterministic", _deterministic),
     ):
         if name in done:
             lines += ["", *section(done[name])]
@@ -67,11 +64,10 @@ def _beside_trl(done: dict[str, Any]) -> Iterator[str]:
     for name, result in cases.items():
         for pair in result["pairs"]:
             yield _pair(name, pair)
-    yield from ("", "| | phase | | s | share of the matrix peak | share of the bandwidth |", "|" + "---|" * 6)
+    yield from ("", "| | phase | | s | share of the matrix peak |", "|" + "---|" * 5)
     for name, result in cases.items():
         for row in result["phases"]:
-            share = f"{row['bandwidth_share']:.0%}" if "bandwidth_share" in row else ""
-            yield f"| {name} | {row['phase']} | {row['system']} | {row['seconds']:.3f} | {row['mfu']:.1%} | {share} |"
+            yield f"| {name} | {row['phase']} | {row['system']} | {row['seconds']:.3f} | {row['mfu']:.1%} |"
 
 
 def _pair(name: str, pair: dict[str, dict]) -> str:
@@ -90,11 +86,8 @@ def _pair(name: str, pair: dict[str, dict]) -> str:
 def _attention(result: dict[str, Any]) -> Iterator[str]:
     rows, tokens, heads, size = (result[name] for name in ("rows", "tokens", "heads", "head size"))
     yield f"Attention of {rows} rows of {tokens} tokens, {heads} heads of {size}:"
-    yield from (
-        "",
-        "| attention | alone, forward and backward | policy's gradient | temporary arrays |",
-        "|---|---|---|---|",
-    )
+    head = "| attention | alone, forward and backward | policy's gradient | temporary arrays |"
+    yield from ("", head, "|---|---|---|---|")
     for name, variant in result.items():
         if isinstance(variant, dict):
             if "policy's gradient" not in variant:
@@ -117,16 +110,3 @@ def _greedy(result: dict[str, Any]) -> Iterator[str]:
         if isinstance(part, dict):
             equal, rows = part["equal tokens"], part["equal rows"]
             yield f"- {name}: {equal:.0%} of {result['tokens']} tokens and {rows:.0%} of the rows are those of the CPU."
-
-
-def _memory(result: dict[str, Any]) -> Iterator[str]:
-    measured = ", ".join(f"{name} {value:,.0f}" for name, value in result["measured"].items() if value is not None)
-    yield from ("| program | compiled peak, MiB | its temporary arrays, MiB |", "|---|---|---|")
-    for name, program in result["programs"].items():
-        yield f"| {name} | {program['peak'] / MIB:,.1f} | {program['temporary'] / MIB:,.1f} |"
-    yield from ("", f"Measured, over the run: {measured}.")
-
-
-def _deterministic(result: dict[str, Any]) -> Iterator[str]:
-    seconds = [", ".join(f"{value:.2f}" for value in result[name][1:]) for name in ("without", "with")]
-    yield f"`--deterministic` ({' '.join(result['flags'])}): {seconds[1]} s an update, {seconds[0]} s without."

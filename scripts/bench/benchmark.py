@@ -22,7 +22,7 @@ update after its other phases, including logging and data.
 On a GPU (`accelerate launch --mixed_precision`) both keep float32 weights and use tf32. TRL's PPO samples and evaluates
 values outside of mixed precision; its frozen models are loaded in bfloat16. The GPU commands have not been run.
 
---phase NAME times one of our phases alone ('all': each of them, after the updates). --profile DIR writes a trace of one
+--profile DIR writes a trace of one
 of our updates for TensorBoard or Perfetto. --baseline FILE stores the ratios, with bounds at 60 % of the lowest; with
 --check the ratios are compared with the bounds stored there (exit code 1 if one is lower).
 """
@@ -31,11 +31,9 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import datetime
 import importlib.util
 import json
 import os
-import shlex
 import subprocess
 import sys
 import tempfile
@@ -43,23 +41,22 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import benchmark_work
 import jax
-from benchmark_case import PHASES, Case, available_cores
+from benchmark_case import Case, available_cores
 from benchmark_report import (
     SYSTEMS,
-    below_bounds,
+    about_this_run,
+    bounds_of,
+    checked_or_stored,
     load_warning,
-    machine,
     peak_of,
     phase_table,
     ratios,
-    read_bounds,
     report,
     seconds_of,
     spread,
-    store_bounds,
     trial_table,
+    verdict,
 )
 
 from rlhf_jax import UserError, data, models
@@ -71,7 +68,6 @@ from rlhf_jax.stages.work import Shape
 from rlhf_jax.utils.strict_json import json_text
 
 HERE = Path(__file__).resolve().parent
-CONTEXT = 2048
 KILLED = (-9, 137)  # by the kernel, out of memory
 MICRO_BATCHES = (1, 2, 4)  # rows; the whole batch is tried too
 
@@ -92,19 +88,15 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     text = "micro-batch sizes to try for {}, in rows; default: 1, 2, 4 and the whole batch"
     for name, system in (("micro", "ours"), ("trl_micro", "TRL")):
         parser.add_argument(f"--{name}", type=int, nargs="+", metavar="ROWS", help=text.format(system))
-    text = "TRL PPO: local_rollout_forward_batch_size; default: the whole batch"
-    parser.add_argument("--trl_rollout", type=int, metavar="ROWS", help=text)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of computation")
     text = "of ours: attn_implementation"
     parser.add_argument("--attn_implementation", choices=("auto", "blocked", "cudnn"), default="auto", help=text)
-    text = "of ours: compile each program when it is called, not in threads while weights load"
-    parser.add_argument("--no_compile_ahead", dest="compile_ahead", action="store_false", help=text)
+    parser.add_argument("--deterministic", action="store_true", help="of ours: the option of that name")
     parser.add_argument("--prompts", default="synthetic", help="JSON Lines file with a 'prompt' field, or 'synthetic'")
     parser.add_argument("--tokenizer", default="synthetic", help="folder with tokenizer.json, or 'synthetic'")
     parser.add_argument("--systems", default="ours,trl", help="comma-separated: ours, trl")
     parser.add_argument("--device", choices=("auto", "cpu"), default="auto", help="auto: a GPU where there is one")
     parser.add_argument("--cores", type=int, default=available_cores(), help="cores per process")
-    parser.add_argument("--phase", choices=(*PHASES, "all"), help="time our phases separately")
     parser.add_argument("--profile", metavar="DIR", help="write a trace of one of our updates")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures to this file")
     parser.add_argument("--baseline", type=Path, metavar="FILE", help="JSON file of ratios and bounds")
@@ -127,32 +119,20 @@ def check(args: argparse.Namespace) -> list[str]:
             raise UserError(f"--{name} {getattr(args, name)}: give {minimum} or more{why}")
     if not set(systems) <= set(SYSTEMS):
         raise UserError(f"--systems {args.systems}: give ours, trl, or ours,trl")
-    if args.query_length + args.response_length > CONTEXT:
-        both = args.query_length + args.response_length
-        raise UserError(f"--query_length + --response_length = {both}, but Pythia's context is {CONTEXT} tokens")
     if args.algo == "rloo" and (args.num_generations < 2 or args.batch % args.num_generations):
         raise UserError(
             f"--batch {args.batch} must be a multiple of --num_generations {args.num_generations}, 2 or more"
         )
-    for name in ("micro", "trl_micro", "trl_rollout"):
-        given = getattr(args, name)
-        for rows in [given] if isinstance(given, int) else given or ():
+    for name in ("micro", "trl_micro"):
+        for rows in getattr(args, name) or ():
             if rows < 1 or args.batch % rows:
                 raise UserError(f"--{name} {rows} must divide --batch {args.batch}")
-    if args.lora_r < 0:
-        raise UserError(f"--lora_r {args.lora_r}: give a rank, or 0 to train everything")
-    if args.lora_value != "full" and (args.algo == "rloo" or not args.lora_r):
-        raise UserError(f"--lora_value {args.lora_value} needs --algo ppo and --lora_r")
-    if args.algo == "rloo" and args.phase == "value":
-        raise UserError("--phase value: RLOO has no value model")
     if args.prompts != "synthetic" and args.tokenizer == "synthetic":
         raise UserError("--prompts FILE needs --tokenizer: the synthetic tokenizer has a few dozen words only")
     if args.prompts != "synthetic" and not Path(args.prompts).is_file():
         raise UserError(f"--prompts {args.prompts}: no such file")
     if args.check and (args.baseline is None or set(systems) != set(SYSTEMS)):
         raise UserError("--check needs --baseline FILE and both systems")
-    if args.baseline is not None and args.phase not in (None, "all"):
-        raise UserError(f"--baseline needs whole updates, which --phase {args.phase} does not run: drop one of them")
     if "trl" in systems and importlib.util.find_spec("trl") is None:
         raise UserError("TRL is not installed: pip install trl==1.12.0 torch, or measure only ours with --systems ours")
     return systems
@@ -247,7 +227,7 @@ def prepare(case: Case, work: Path, pairs: int) -> tuple[models.Model, list[list
 # --- measurements
 
 
-def command(system: str, case: Case, work: Path, pair: int, micro: int | None, name: str) -> list[str]:
+def command(system: str, case: Case, work: Path, pair: int, micro: int, name: str) -> list[str]:
     """Command line of a child process; TRL on a GPU runs under `accelerate launch`."""
     launch = [sys.executable]
     if system == "trl" and case.device != "cpu":
@@ -255,7 +235,7 @@ def command(system: str, case: Case, work: Path, pair: int, micro: int | None, n
         launch += ["-m", "accelerate.commands.launch", "--num_processes", "1", "--num_machines", "1"]
         launch += ["--dynamo_backend", "no", "--mixed_precision", precision]
     words = [str(HERE / f"benchmark_{system}.py"), str(work), "--pair", str(pair), "--name", name]
-    return launch + words + ([] if micro is None else ["--micro", str(micro)])
+    return [*launch, *words, "--micro", str(micro)]
 
 
 def environment(case: Case) -> dict[str, str]:
@@ -270,32 +250,39 @@ def environment(case: Case) -> dict[str, str]:
     return env
 
 
-def run_child(
-    system: str, case: Case, work: Path, pair: int, micro: int | None, name: str | None = None
-) -> dict[str, Any]:
+def run_child(system: str, case: Case, work: Path, pair: int, micro: int, name: str | None = None) -> dict[str, Any]:
     """One measurement in a child process; its result, or {"out_of_memory": reason}.
 
     Args:
       system: 'ours' or 'trl'.
       case, work: as in `prepare`.
       pair: number of the batch of prompts.
-      micro: rows of a micro-batch; None: each system's default.
+      micro: rows of a micro-batch.
       name: of the child's files in `work`; default: the pair's number.
 
     Raises:
       UserError: the child failed; quotes the end of its log.
     """
     name = str(pair) if name is None else name
-    log, result = work / f"{system}-{name}.log", work / f"{system}-{name}.json"
+    result = result_of(command(system, case, work, pair, micro, name), environment(case), work / f"{system}-{name}")
+    return {"out_of_memory": "killed"} if result is None else result
+
+
+def result_of(words: Sequence[str], env: dict[str, str], path: Path) -> dict[str, Any] | None:
+    """What a child process wrote to PATH.json, with its output in PATH.log; None: killed, out of memory.
+
+    Raises:
+      UserError: it failed; quotes the end of its log.
+    """
+    log, result = path.with_name(f"{path.name}.log"), path.with_name(f"{path.name}.json")
     result.unlink(missing_ok=True)
     with log.open("w", encoding="utf-8") as file:
-        words = command(system, case, work, pair, micro, name)
-        code = subprocess.run(words, stdout=file, stderr=subprocess.STDOUT, env=environment(case)).returncode
+        code = subprocess.run(words, stdout=file, stderr=subprocess.STDOUT, env=env).returncode
     if code in KILLED:
-        return {"out_of_memory": "killed"}
+        return None
     if code or not result.exists():
         end = "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-12:])
-        raise UserError(f"the process of {system} failed with code {code}; the end of its log:\n{end}")
+        raise UserError(f"the process {path.name} failed with code {code}; the end of its log:\n{end}")
     return json.loads(result.read_text(encoding="utf-8"))
 
 
@@ -316,7 +303,7 @@ def sizes_to_try(system: str, case: Case, given: Sequence[int] | None) -> list[i
 
 def try_sizes(system: str, case: Case, work: Path, sizes: Sequence[int]) -> list[dict[str, Any]]:
     """A process for each size: {"system", "micro", "seconds", "peak_mib"}, or "out_of_memory" instead of figures."""
-    dataclasses.replace(case, phase=None, profile=None).write(work)
+    dataclasses.replace(case, profile=None).write(work)
     rows = []
     for micro in sizes:
         result = run_child(system, case, work, 0, micro, f"micro-{micro}")
@@ -343,7 +330,7 @@ def choose_size(system: str, trials: Sequence[dict[str, Any]]) -> int:
     return min(fitting, key=lambda row: row["seconds"])["micro"]
 
 
-def measure(system: str, case: Case, work: Path, pair: int, micro: int | None) -> dict[str, Any]:
+def measure(system: str, case: Case, work: Path, pair: int, micro: int) -> dict[str, Any]:
     """`run_child`, with running out of memory as an error.
 
     Raises:
@@ -351,8 +338,7 @@ def measure(system: str, case: Case, work: Path, pair: int, micro: int | None) -
     """
     result = run_child(system, case, work, pair, micro)
     if "out_of_memory" in result:
-        rows = "its default size" if micro is None else micro
-        raise UserError(f"{system} runs out of memory with micro-batches of {rows}: {result['out_of_memory']}")
+        raise UserError(f"{system} runs out of memory with micro-batches of {micro}: {result['out_of_memory']}")
     return result
 
 
@@ -368,18 +354,15 @@ def benchmark(args: argparse.Namespace, systems: list[str], work: Path) -> int:
     same = {field: getattr(args, field) for field in Case.__dataclass_fields__ if field in vars(args)}
     case = Case(**{**same, "device": device, "profile": profile})
     if args.check:
-        below_bounds(read_bounds(args.baseline), case, {n: {"median": float("inf")} for n in ("speed", "memory")})
+        bounds_of(args.baseline, case)  # before minutes of measuring
     work.mkdir(parents=True, exist_ok=True)
-    about = {"machine": machine(), "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")}
-    about["command"] = shlex.join([Path(sys.executable).name, *sys.argv])
+    about = about_this_run()
     model, lengths = prepare(case, work, args.pairs)
     shape = Shape.of(model)
     given, trials, micro, pairs = {"ours": args.micro, "trl": args.trl_micro}, [], {}, []
     for name in systems:
         sizes = sizes_to_try(name, case, given[name])
-        if case.phase not in (None, "all"):  # no whole updates to compare sizes by
-            micro[name] = sizes[0] if given[name] else None
-        elif len(sizes) == 1:
+        if len(sizes) == 1:
             (micro[name],) = sizes
         else:
             trials += (tried := try_sizes(name, case, work, sizes))
@@ -395,21 +378,14 @@ def benchmark(args: argparse.Namespace, systems: list[str], work: Path) -> int:
             )
     table = phase_table(case, shape, pairs, lengths)
     print("\n".join(filter(None, (report(case, pairs, table), load_warning(about["machine"])))), flush=True)
-    both = set(systems) == set(SYSTEMS) and "updates" in pairs[0]["ours"]
-    each = ratios(pairs) if both else []
+    each = ratios(pairs) if set(systems) == set(SYSTEMS) else []
     ratio = {name: spread([row[name] for row in each]) for name in (each[0] if each else ())}
     if args.json:
         whole = {"case": case.name, "options": vars(case), **about, "trials": trials, "pairs": pairs}
         whole |= {"phases": table, "prompt_tokens": lengths, "ratios": each, "ratio": ratio}
-        whole["forward_flops"] = benchmark_work.both_counts(model, case.batch, case.query_length + case.response_length)
         write_atomically(str(args.json), json_text(whole, indent=2) + "\n")
-    if args.check:
-        problems = below_bounds(read_bounds(args.baseline), case, ratio)
-        print("\n".join(problems) or "no ratio is below its bound")
-        return int(bool(problems))
-    if args.baseline:
-        store_bounds(args.baseline, case, ratio, about)
-    return 0
+    problems = checked_or_stored(args, case, ratio, about)
+    return verdict(problems) if args.check else 0
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -14,8 +14,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-PHASES = ("generate", "reference", "reward", "value", "update")
-"""Values of --phase; RLOO has no value model."""
 LOOP = ("generate", "reward", "experience", "update")
 """Timed phases of the training loop. experience: log-probabilities of policy and reference, values, advantages."""
 
@@ -35,21 +33,18 @@ class Case:
     """Ours, RLOO: the option of that name."""
     attn_implementation: str = "auto"
     """Ours: the option of that name."""
-    compile_ahead: bool = True
-    """Ours: programs compile in threads while weights load, as in a run."""
+    deterministic: bool = False
+    """Ours: the option of that name."""
     lora_r: int = 0
     """LoRA rank of the policy, on all linear layers; 0: full training."""
     lora_value: str = "full"
     """Ours: the option of that name. TRL always trains its value model in full."""
-    trl_rollout: int | None = None
-    """TRL PPO: local_rollout_forward_batch_size; None: the whole batch."""
     dtype: str = "float32"
     prompts: str = "synthetic"
     tokenizer: str = "synthetic"
     updates: int = 3
     cores: int = 1
     device: str = "cpu"
-    phase: str | None = None
     profile: str | None = None
 
     @property
@@ -75,8 +70,8 @@ class Case:
             size += f", LoRA of rank {self.lora_r}" + (f" (value {self.lora_value})" if self.algo == "ppo" else "")
         if self.group > 1:
             size += f", {self.group} responses a prompt"
-        if self.trl_rollout:
-            size += f", TRL rollouts of {self.trl_rollout} rows"
+        if self.deterministic:
+            size += ", deterministic"
         where = self.device if self.device != "cpu" else f"cpu with {self.cores} core{'s' * (self.cores > 1)}"
         words = f"{self.query_length} + {self.response_length} tokens, {self.dtype}, {Path(self.prompts).name} prompts"
         return f"{size}, {words}, {where}"
@@ -157,7 +152,7 @@ def our_options(case: Case, work: Path, micro: int | None, run_dir: str) -> dict
     buckets = tuple(-(-case.query_length * part // 32) * 8 for part in quarters)
     data = {"query_length": case.query_length, "length_buckets": buckets, "shuffle_dataset": False}
     rest = {"dtype": case.dtype, "micro_batch_size": micro, "stop_token": None}
-    rest["attn_implementation"] = case.attn_implementation
+    rest |= {"attn_implementation": case.attn_implementation, "deterministic": case.deterministic}
     if case.algo == "rloo":
         rest["shared_prompts"] = case.shared_prompts
     if case.lora_r:
@@ -188,8 +183,7 @@ def trl_options(case: Case, scratch: str, micro: int | None) -> dict[str, Any]:
     if case.algo == "ppo":
         same = ("num_ppo_epochs", "num_mini_batches", "total_episodes", "response_length")
         options |= {name: values[name] for name in same}
-        rollout = case.trl_rollout or case.batch
-        return {**options, "local_rollout_forward_batch_size": rollout, "num_sample_generations": 0}
+        return {**options, "local_rollout_forward_batch_size": case.batch, "num_sample_generations": 0}
     options |= {"max_grad_norm": values["max_grad_norm"], "max_completion_length": values["response_length"]}
     options |= {"num_generations": case.num_generations, "num_iterations": case.epochs, "shuffle_dataset": False}
     options |= {"steps_per_generation": parts, "max_steps": case.updates * case.epochs}
@@ -252,10 +246,6 @@ def best_rate(attempts: list[tuple[float, Callable[[], float]]], repeats: int = 
 def matrix_sizes(device: str) -> tuple[int, ...]:
     """Sizes of the square matrices whose product is timed."""
     return (1024, 2048) if device == "cpu" else (4096, 8192)
-
-
-COPY_ENTRIES, COPIES = 2**26, 5
-"""float32 entries of the array whose copy measures TRL's bandwidth, and copies in a row, as of `peaks.copy_rate`."""
 
 
 def rows_of(work: Path, pair: int) -> list[dict[str, Any]]:

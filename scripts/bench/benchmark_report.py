@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import argparse
+import datetime
 import json
 import os
 import platform
+import shlex
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+import jax.numpy as jnp
 from benchmark_case import LOOP, Case, available_cores
-from benchmark_work import case_work
 
 from rlhf_jax import UserError
+from rlhf_jax.runtime import environment
 from rlhf_jax.runtime.run_folder import write_atomically
-from rlhf_jax.stages.work import Shape
+from rlhf_jax.stages.work import Shape, Work, rollout_work
 from rlhf_jax.utils.strict_json import json_text
 
 SYSTEMS = ("ours", "trl")
@@ -48,38 +53,39 @@ def spread(values: Sequence[float]) -> dict[str, float]:
     return {"median": median(values), "low": min(values), "high": max(values)}
 
 
+def case_work(case: Case, shape: Shape, prompts: Sequence[int]) -> dict[str, Work]:
+    """The work of an update's phases, all of whose models have one shape; the benchmark calls `score` reward."""
+    roles = ("policy", "reference", "reward", *(("value",) if case.algo == "ppo" else ()))
+    phases = rollout_work(
+        dict.fromkeys(roles, shape),
+        prompts,
+        case.group,
+        case.response_length,
+        case.epochs,
+        frozen=case.frozen,
+        itemsize=jnp.dtype(case.dtype).itemsize,
+    )
+    return {"reward" if name == "score" else name: work for name, work in phases.items()}
+
+
 def phase_table(case: Case, shape: Shape, pairs: list[dict], lengths: list[list[int]]) -> list[dict]:
     """One row per phase and system: seconds (median without first updates), tokens/s, FLOP/s, MFU.
 
-    Decoding also has bytes per second and their share of bandwidth. The work is the same for both, but TRL's PPO saves
-    a policy forward pass in `experience`: it keeps the logits that it sampled from.
+    The work is the same for both, but TRL's PPO saves a policy forward pass in `experience`: it keeps the logits that
+    it sampled from.
     """
-    results = [result for pair in pairs for result in pair.values()]
-    peak = max(result["matmul_flops"] for result in results)
-    bandwidth = max(result["bandwidth"] for result in results)
+    peak = max(result["matmul_flops"] for pair in pairs for result in pair.values())
     works = [case_work(case, shape, prompts) for prompts in lengths]
-    read = median(work["decode"].bytes for work in works)
-    seconds_by_phase: dict[tuple[str, str, str], list[float]] = {}
-    for pair in pairs:
-        for system, result in pair.items():
-            for line in result.get("loop", [])[1:]:
-                for phase in (*LOOP, "reference", "value"):
-                    if phase in line:
-                        seconds_by_phase.setdefault((phase, system, "loop"), []).append(line[phase])
-            for phase, times in result.get("phases", {}).items():
-                seconds_by_phase.setdefault((phase, system, "alone"), []).append(times["seconds"])
     rows = []
-    for (phase, system, where), values in seconds_by_phase.items():
-        flops, tokens = (median(work[phase][i] for work in works) for i in (0, 1))
-        seconds = median(values)
-        row = {"phase": phase, "system": system, "where": where, "seconds": seconds}
-        row |= {"tokens_per_second": tokens / seconds, "flops_per_second": flops / seconds}
-        row["mfu"] = flops / seconds / peak
-        if phase == "decode":
-            row |= {"bytes_per_second": read / seconds, "bandwidth_share": read / seconds / bandwidth}
-        rows.append(row)
-    order = (*LOOP, "prefill", "decode", "reference", "value")
-    return sorted(rows, key=lambda row: (row["where"] == "alone", order.index(row["phase"]), row["system"]))
+    for phase in (*LOOP, "reference", "value"):
+        for system in SYSTEMS:
+            lines = [line for pair in pairs for line in pair.get(system, {}).get("loop", [])[1:]]
+            if values := [line[phase] for line in lines if phase in line]:
+                flops, tokens = (median(work[phase][i] for work in works) for i in (0, 1))
+                row = {"phase": phase, "system": system, "seconds": (seconds := median(values))}
+                row |= {"tokens_per_second": tokens / seconds, "flops_per_second": flops / seconds}
+                rows.append(row | {"mfu": flops / seconds / peak})
+    return rows
 
 
 def trial_table(trials: Sequence[dict[str, Any]]) -> str:
@@ -102,14 +108,12 @@ def report(case: Case, pairs: list[dict], table: list[dict]) -> str:
     lines = [case.name, ""]
     for number, pair in enumerate(pairs, 1):
         for system, result in pair.items():
-            if "updates" not in result:
-                continue
             seconds = seconds_of(result)
             line = f"pair {number} {system:4} {seconds:8.3f} s an update, {case.batch / seconds:8.3f} episodes/s, "
             line += f"first {result['updates'][0]:.2f} s, peak {peak_of(result):,.0f} MiB, micro {result['micro']}"
             compiling = result.get("compile_seconds")
             lines.append(line + (f", compiling {compiling:.2f} s" if compiling is not None else ""))
-    if all(set(pair) == set(SYSTEMS) and "updates" in pair["ours"] for pair in pairs):
+    if all(set(pair) == set(SYSTEMS) for pair in pairs):
         each = ratios(pairs)
         lines.append("")
         for name, text in (("speed", "episodes/s, ours / TRL"), ("memory", "peak memory, TRL / ours")):
@@ -118,30 +122,21 @@ def report(case: Case, pairs: list[dict], table: list[dict]) -> str:
             low, high = over_pairs["low"], over_pairs["high"]
             shown = ", ".join(f"{value:.2f}" for value in values)
             lines.append(f"{text}: {over_pairs['median']:.2f} ({low:.2f} to {high:.2f}; pairs: {shown})")
-    lines += ["", f"{'phase':11} {'system':6} {'timed':5} {'seconds':>9} {'tokens/s':>10} {'GFLOP/s':>9} {'MFU':>6}"]
+    lines += ["", f"{'phase':11} {'system':6} {'seconds':>9} {'tokens/s':>10} {'GFLOP/s':>9} {'MFU':>6}"]
     for row in table:
-        share = f"  {row['bandwidth_share']:.0%} of bandwidth" if "bandwidth_share" in row else ""
         lines.append(
-            f"{row['phase']:11} {row['system']:6} {row['where']:5} {row['seconds']:9.3f} "
-            f"{row['tokens_per_second']:10.0f} {row['flops_per_second'] / 1e9:9.1f} {row['mfu']:6.1%}{share}"
+            f"{row['phase']:11} {row['system']:6} {row['seconds']:9.3f} "
+            f"{row['tokens_per_second']:10.0f} {row['flops_per_second'] / 1e9:9.1f} {row['mfu']:6.1%}"
         )
     return "\n".join(lines)
 
 
-def machine() -> dict[str, Any]:
-    """The machine and its load."""
-    cpu = platform.processor() or platform.machine()
-    try:
-        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
-        cpu = next(line.split(":", 1)[1].strip() for line in text.splitlines() if line.startswith("model name"))
-    except (OSError, StopIteration):
-        pass
-    return {
-        "cpu": cpu,
-        "cores": available_cores(),
-        "load": os.getloadavg(),
-        "python": platform.python_version(),
-    }
+def about_this_run() -> dict[str, Any]:
+    """The machine and its load, the time and the command."""
+    cpu, _ = environment.cpu()
+    about = {"cpu": cpu, "cores": available_cores(), "load": os.getloadavg(), "python": platform.python_version()}
+    date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    return {"machine": about, "date": date, "command": shlex.join([Path(sys.executable).name, *sys.argv])}
 
 
 def load_warning(about: dict[str, Any]) -> str | None:
@@ -166,20 +161,40 @@ def read_bounds(path: Path) -> dict[str, Any]:
         raise UserError(f"--baseline {path} is not JSON: {error}") from None
 
 
-def below_bounds(bounds: dict[str, Any], case: Case, ratio: dict[str, dict[str, float]]) -> list[str]:
-    """A line for each ratio whose median is below its bound.
+def bounds_of(path: Path, case: Any) -> dict[str, float]:
+    """The bounds of a case.
 
     Raises:
-      UserError: there is no bound for this case.
+      UserError: there are none.
     """
+    bounds = read_bounds(path)
     if case.name not in bounds:
         raise UserError(f"--baseline has no bounds for '{case.name}'; run without --check to store them")
-    limits = bounds[case.name]["bounds"]
+    return bounds[case.name]["bounds"]
+
+
+def below_bounds(limits: dict[str, float], ratio: dict[str, dict[str, float]]) -> list[str]:
+    """A line for each ratio whose median is below its bound."""
     low = {name: limit for name, limit in limits.items() if ratio[name]["median"] < limit}
     return [f"{name} ratio {ratio[name]['median']:.2f} is below its bound {limit:.2f}" for name, limit in low.items()]
 
 
-def store_bounds(path: Path, case: Case, ratio: dict[str, dict[str, float]], about: dict[str, Any]) -> None:
+def checked_or_stored(args: argparse.Namespace, case: Any, ratio: dict[str, dict], about: dict[str, Any]) -> list[str]:
+    """With --check the ratios below their bounds; else stores bounds if there is a --baseline."""
+    if args.check:
+        return below_bounds(bounds_of(args.baseline, case), ratio)
+    if args.baseline:
+        store_bounds(args.baseline, case, ratio, about)
+    return []
+
+
+def verdict(problems: Sequence[str]) -> int:
+    """Prints the outcome of --check; returns the exit code."""
+    print("\n".join(problems) or "no ratio is below its bound")
+    return int(bool(problems))
+
+
+def store_bounds(path: Path, case: Any, ratio: dict[str, dict[str, float]], about: dict[str, Any]) -> None:
     """Stores the ratios of a case and the bounds derived from them, replacing older ones."""
     names = ("speed", "memory")
     entry = {"bounds": {name: round(SLACK * ratio[name]["low"], 3) for name in names}}

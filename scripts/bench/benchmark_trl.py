@@ -15,8 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from benchmark_case import (
-    COPIES,
-    COPY_ENTRIES,
     Case,
     best_rate,
     child_arguments,
@@ -190,29 +188,24 @@ def tokenizer_of(work: Path):
     return PreTrainedTokenizerFast.from_pretrained(work / "start/policy", padding_side="left")
 
 
-def rates(device: str, dtype: str, synchronize: Callable[[], None]) -> dict[str, float]:
-    """FLOP/s of the fastest large matrix product, bytes per second of a large copy."""
+def matmul_flops(device: str, dtype: str, synchronize: Callable[[], None]) -> float:
+    """FLOP/s of the fastest large matrix product."""
     import torch
-
-    def timed(function: Callable) -> Callable[[], float]:
-        def run() -> float:
-            synchronize()
-            began = time.perf_counter()
-            function()
-            synchronize()
-            return time.perf_counter() - began
-
-        return run
 
     def product(n: int) -> tuple[float, Callable[[], float]]:
         a = torch.ones((n, n), dtype=getattr(torch, dtype), device=device)
-        return 2.0 * n**3, timed(lambda: a @ a)
 
-    source = torch.zeros(COPY_ENTRIES, device=device)
+        def run() -> float:
+            synchronize()
+            began = time.perf_counter()
+            a @ a
+            synchronize()
+            return time.perf_counter() - began
+
+        return 2.0 * n**3, run
+
     with torch.no_grad():
-        flops = best_rate([product(n) for n in matrix_sizes(device)])
-        copied = best_rate([(8.0 * COPY_ENTRIES * COPIES, timed(lambda: [source + 1 for _ in range(COPIES)][-1]))])
-    return {"matmul_flops": flops, "bandwidth": copied}
+        return best_rate([product(n) for n in matrix_sizes(device)])
 
 
 def measure(case: Case, work: Path, pair: int, name: str, micro: int | None) -> dict[str, Any]:
@@ -254,7 +247,7 @@ def measure(case: Case, work: Path, pair: int, name: str, micro: int | None) -> 
     result["attention"] = trainer.accelerator.unwrap_model(trainer.model).config._attn_implementation
     versions = {"trl": trl.__version__, "transformers": transformers.__version__, "torch": torch.__version__}
     del trainer
-    return {**result, "versions": versions, **rates(device, case.dtype, synchronize)}
+    return {**result, "versions": versions, "matmul_flops": matmul_flops(device, case.dtype, synchronize)}
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Compares generation with transformers' `generate` and its continuous batching: tokens a second and peak memory.
+"""Compares generation with transformers' `generate`: tokens a second and peak memory.
 
     python scripts/bench/rollouts.py --model smollm2-135m pythia-70m --lengths lognormal tight --json OUT.json
 
@@ -6,16 +6,7 @@ Each measurement is a process of its own, which compiles or warms up first. A ro
 other, so that other load on the machine affects all, and has prompts and lengths of its own. All read the same
 checkpoint of random weights, in float32, and sample from the whole distribution at temperature 1. The lengths of the
 responses are drawn before and forced: by `limits` in ours, by a StoppingCriteria in `generate`, which takes all rows
-as one batch, by each request's max_new_tokens in continuous batching. Tokens behind a row's length do not count.
-
-Without flash attention, which needs a GPU, continuous batching attends over the rows of a batch as one sequence under
-a mask. Its time depends on the tokens that a batch may have: before the rounds, every size of --batch_tokens gets one
-process with at most 16 tokens a row, and the rounds use the fastest. Its errors are shown in its row.
-
---pieces measures each piece of our decoding alone, and the default with that piece changed. Random weights repeat
-nothing, so drafts show only what they cost. "longest first" is told the true lengths.
-
---simulate counts the decode steps of S, 4 S and 16 S rows in S slots, beside a simulation from the lengths alone.
+as one batch. Tokens behind a row's length do not count.
 
 --short is a small case for CI: ours and `generate`. --baseline FILE stores the ratios of ours to `generate`, with
 bounds at 60 % of the lowest; with --check the ratios are compared with the bounds stored there (exit code 1 if one is
@@ -26,14 +17,12 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import datetime
 import importlib.util
+import itertools
 import json
-import shlex
-import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -41,11 +30,9 @@ from typing import Any
 import benchmark
 import jax
 import numpy as np
-import rollouts_ours
-import rollouts_simulated
 from benchmark_case import available_cores
-from benchmark_report import below_bounds, load_warning, machine, read_bounds, spread, store_bounds
-from rollouts_case import Rollouts
+from benchmark_report import about_this_run, bounds_of, checked_or_stored, load_warning, spread, verdict
+from rollouts_child import Rollouts
 
 from rlhf_jax import UserError, models
 from rlhf_jax.generate import Decoding
@@ -54,23 +41,12 @@ from rlhf_jax.runtime.run_folder import write_atomically
 from rlhf_jax.utils.strict_json import json_text
 
 HERE = Path(__file__).resolve().parent
-SYSTEMS = ("ours", "generate", "continuous")
+SYSTEMS = {"ours": "ours", "generate": "transformers, generate"}
+"""Names of the systems in tables."""
 MODELS = ("smollm2-135m", "pythia-70m", "tiny")
 LENGTHS = ("lognormal", "tight")
 SHORT = {"model": ["tiny"], "lengths": ["lognormal"], "rows": 16, "prompt_length": 32, "response_length": 128}
-SHORT |= {"rounds": 1, "repeats": 3, "cores": 1, "systems": ["ours", "generate"]}
-TRIAL_TOKENS = 16
-OFF: dict[str, Any] = {"block": None, "shrink": False, "slots": None, "draft": None, "cache_dtype": None}
-
-
-@dataclasses.dataclass(frozen=True)
-class Contestant:
-    """What is measured: a system, and for ours how it decodes."""
-
-    name: str
-    system: str
-    decoding: dict[str, Any] = dataclasses.field(default_factory=dict)
-    longest_first: bool = False
+SHORT |= {"rounds": 1, "repeats": 3, "cores": 1}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,14 +58,12 @@ class Case:
     rows: int
     prompt_length: int
     response_length: int
-    slots: int | None
     cores: int
 
     @property
     def name(self) -> str:
         """Description; the key of a stored bound."""
-        slots = "" if self.slots is None else f" in {self.slots} slots"
-        size = f"{self.rows} rows{slots}, {self.prompt_length} + up to {self.response_length} tokens"
+        size = f"{self.rows} rows, {self.prompt_length} + up to {self.response_length} tokens"
         return (
             f"rollouts {self.model}, {self.lengths} lengths, {size}, float32, cpu with {self.cores} "
             f"core{'s' * (self.cores > 1)}"
@@ -101,22 +75,14 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", nargs="+", choices=MODELS, default=list(MODELS[:2]))
     parser.add_argument("--lengths", nargs="+", choices=LENGTHS, default=list(LENGTHS), help="of the responses")
-    parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS))
+    parser.add_argument("--systems", nargs="+", choices=list(SYSTEMS), default=list(SYSTEMS))
     counts = [("rounds", 3, "processes of each kind"), ("repeats", 1, "timed rollouts of a process")]
     counts += [("rows", 64, "responses of a rollout"), ("prompt_length", 128, "tokens of each prompt")]
     counts += [("response_length", 1024, "most tokens of a response"), ("seed", 0, "of prompts and lengths")]
     for name, default, text in (*counts, ("cores", available_cores(), "cores of a process")):
         parser.add_argument(f"--{name}", type=int, default=default, help=f"{text}; default {default}")
-    text = (
-        "rows that ours and continuous batching decode at a time, default: all; with --pieces, of the pieces that have "
-    )
-    parser.add_argument("--slots", type=int, help=f"{text}slots, default: a quarter; with --simulate S, default: 8")
     text = "fields of `generate.Decoding` for ours as JSON, such as '{\"shrink\": true}'; default: its defaults"
     parser.add_argument("--decoding", type=json.loads, default={}, metavar="JSON", help=text)
-    text = "most tokens of a batch of continuous batching; of several the fastest is used; default: 128 256 512"
-    parser.add_argument("--batch_tokens", type=int, nargs="+", default=[128, 256, 512], metavar="TOKENS", help=text)
-    parser.add_argument("--pieces", action="store_true", help="measure each piece of our decoding")
-    parser.add_argument("--simulate", action="store_true", help="only count decode steps, simulated and measured")
     parser.add_argument("--short", action="store_true", help="a small case, one core; other options still count")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures to this file")
     parser.add_argument("--baseline", type=Path, metavar="FILE", help="JSON file of ratios and bounds")
@@ -134,19 +100,15 @@ def check(args: argparse.Namespace) -> None:
     for name in ("rounds", "repeats", "rows", "prompt_length", "response_length", "cores"):
         if getattr(args, name) < 1:
             raise UserError(f"--{name} {getattr(args, name)}: give 1 or more")
-    if args.slots is not None and not 1 <= args.slots <= args.rows:
-        raise UserError(f"--slots {args.slots}: give 1 to --rows {args.rows}")
     fields = [field.name for field in dataclasses.fields(Decoding)]
     if not isinstance(args.decoding, dict) or not set(args.decoding) <= set(fields):
         raise UserError(f"--decoding {json.dumps(args.decoding)}: give a JSON object with some of {', '.join(fields)}")
-    if min(args.batch_tokens) < 1:
-        raise UserError(f"--batch_tokens {min(args.batch_tokens)}: give 1 or more")
     both = {"ours", "generate"} <= set(args.systems)
     if args.check and args.baseline is None:
         raise UserError("--check needs --baseline FILE")
-    if args.baseline is not None and (args.pieces or args.simulate or not both):
-        raise UserError("--baseline needs --systems ours generate, without --pieces and --simulate")
-    if set(args.systems) & {"generate", "continuous"} and not args.simulate and not importlib.util.find_spec("torch"):
+    if args.baseline is not None and not both:
+        raise UserError("--baseline needs --systems ours generate")
+    if "generate" in args.systems and not importlib.util.find_spec("torch"):
         raise UserError("torch is not installed: pip install torch, or measure only ours with --systems ours")
 
 
@@ -191,177 +153,61 @@ def rollouts_of(case: Case, folder: Path, vocabulary: int, seed: int, repeats: i
     """Prompts and lengths of a round."""
     prompts = np.random.default_rng([seed, 1]).integers(vocabulary, size=(case.rows, case.prompt_length)).tolist()
     limits = drawn_lengths(case.lengths, case.rows, case.response_length, seed)
-    sizes = {"response_length": case.response_length, "slots": case.slots, "cores": case.cores}
+    sizes = {"response_length": case.response_length, "cores": case.cores}
     return Rollouts(str(folder), prompts, limits, **sizes, repeats=repeats, seed=seed, **options)
-
-
-def contestants(args: argparse.Namespace) -> list[Contestant]:
-    """What is measured, in the order of a round."""
-    slots = {} if args.slots is None else {"slots": args.slots}
-    ours = [Contestant("ours", "ours", {**args.decoding, **slots})]
-    if args.pieces:
-        ours = pieces(args.slots or max(args.rows // 4, 1))
-    theirs = {
-        "generate": Contestant("transformers, generate", "generate"),
-        "continuous": Contestant("transformers, continuous batching", "continuous"),
-    }
-    return [side for name in SYSTEMS if name in args.systems for side in (ours if name == "ours" else [theirs[name]])]
-
-
-def pieces(slots: int) -> list[Contestant]:
-    """Everything off, with each piece alone; the default, and with each piece changed."""
-    default = dataclasses.asdict(Decoding())
-    queue = {"slots": slots}
-    each: dict[str, tuple[dict[str, Any], bool]] = {
-        "block reads": ({"block": Decoding.block or 128}, False),
-        "shrinking": ({"shrink": True}, False),
-        f"{slots} slots": (queue, False),
-        f"{slots} slots, longest first": (queue, True),
-        "drafts": ({"draft": "ngram"}, False),
-        "int8 cache": ({"cache_dtype": "int8"}, False),
-    }
-    found = [Contestant("everything off", "ours", OFF)]
-    found += [Contestant(f"only {name}", "ours", {**OFF, **on}, order) for name, (on, order) in each.items()]
-    found.append(Contestant("default", "ours", default))
-    for name, (on, order) in each.items():
-        is_on = all(default[field] == value for field, value in on.items())
-        changed = {field: OFF[field] for field in on} if is_on else on
-        word = "without" if is_on else "with"
-        found.append(Contestant(f"default {word} {name}", "ours", {**default, **changed}, order))
-    return found
 
 
 # --- measurements
 
 
 def run_child(system: str, rollouts: Rollouts, work: Path, name: str) -> dict[str, Any]:
-    """One measurement in a child process: its result, or {"error": reason} if it is transformers'.
+    """One measurement in a child process: its result.
 
     Raises:
-      UserError: ours failed; quotes the end of its log.
+      UserError: it failed; quotes the end of its log.
     """
-    script = "rollouts_ours.py" if system == "ours" else "rollouts_transformers.py"
     rollouts.write(work / f"{name}-case.json")
-    log, result = work / f"{system}-{name}.log", work / f"{system}-{name}.json"
-    result.unlink(missing_ok=True)
-    with log.open("w", encoding="utf-8") as file:
-        words = [sys.executable, str(HERE / script), str(work), system, name]
-        env = {**benchmark.environment(rollouts), "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
-        code = subprocess.run(words, stdout=file, stderr=subprocess.STDOUT, env=env).returncode
-    if code in benchmark.KILLED:
-        return {"error": "killed, out of memory"}
-    if code or not result.exists():
-        lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
-        if system != "ours":
-            return {"error": lines[-1] if lines else f"code {code}"}
-        end = "\n".join(lines[-12:])
-        raise UserError(f"the process of {system} failed with code {code}; the end of its log:\n{end}")
-    return json.loads(result.read_text(encoding="utf-8"))
+    env = {**benchmark.environment(rollouts), "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+    words = [sys.executable, str(HERE / "rollouts_child.py"), str(work), system, name]
+    result = benchmark.result_of(words, env, work / f"{system}-{name}")
+    if result is None:
+        raise UserError(f"{system} runs out of memory")
+    return result
 
 
-def try_batch_tokens(rollouts: Rollouts, sizes: Sequence[int], work: Path) -> list[dict[str, Any]]:
-    """Seconds of continuous batching with few tokens a row, for each size of its batches."""
-    short = dataclasses.replace(rollouts, limits=[min(limit, TRIAL_TOKENS) for limit in rollouts.limits], repeats=1)
-    rows = []
-    for size in sizes:
-        result = run_child("continuous", dataclasses.replace(short, batch_tokens=size), work, f"trial-{size}")
-        rows.append({"batch_tokens": size, **result})
-    return rows
-
-
-def measure(case: Case, sides: Sequence[Contestant], args: argparse.Namespace, work: Path) -> dict[str, Any]:
-    """All rounds of a case: {"case", "trials", "rounds", "rows"}."""
+def measure(case: Case, args: argparse.Namespace, work: Path) -> dict[str, Any]:
+    """All rounds of a case: {"case", "rounds", "rows"}."""
     folder, vocabulary = prepare(case.model, work)
-    trials, chosen = [], args.batch_tokens[0]
-    if len(args.batch_tokens) > 1 and any(side.system == "continuous" for side in sides):
-        rollouts = rollouts_of(case, folder, vocabulary, args.seed, 1)
-        trials = try_batch_tokens(rollouts, args.batch_tokens, work)
-        if fitting := [row for row in trials if "seconds" in row]:
-            chosen = min(fitting, key=lambda row: median(row["seconds"]))["batch_tokens"]
     rounds = []
     for number in range(args.rounds):
+        rollouts = rollouts_of(case, folder, vocabulary, args.seed + number, args.repeats, decoding=args.decoding)
         results = {}
-        for index, side in enumerate(sides):
-            options = {"decoding": side.decoding, "longest_first": side.longest_first, "batch_tokens": chosen}
-            rollouts = rollouts_of(case, folder, vocabulary, args.seed + number, args.repeats, **options)
-            result = run_child(side.system, rollouts, work, f"{number}-{index}")
-            if "seconds" in result:
-                result["tokens_per_second"] = rollouts.tokens / median(result["seconds"])
-            results[side.name] = {**result, "tokens": rollouts.tokens}
+        for system in (name for name in SYSTEMS if name in args.systems):
+            result = run_child(system, rollouts, work, str(number))
+            results[system] = {**result, "tokens_per_second": rollouts.tokens / median(result["seconds"])}
         rounds.append(results)
-    return {
-        "case": case.name,
-        "batch_tokens": chosen,
-        "trials": trials,
-        "rounds": rounds,
-        "rows": result_rows(sides, rounds),
-    }
+    return {"case": case.name, "rounds": rounds, "rows": result_rows(rounds)}
 
 
-def ratios_to(name: str, other: str, rounds: Sequence[dict[str, dict]]) -> dict[str, float] | None:
-    """Tokens a second of one over those of the other, in each round: median, lowest, highest; None: one failed."""
-    pairs = [(results[name], results[other]) for results in rounds]
-    if not all("seconds" in result for pair in pairs for result in pair):
-        return None
-    return spread([one["tokens_per_second"] / two["tokens_per_second"] for one, two in pairs])
+def ratios(rounds: Sequence[dict[str, dict]]) -> dict[str, dict[str, float]]:
+    """Tokens a second of ours over those of `generate`, and its peak memory over ours, over the rounds."""
+    pairs = [(results["ours"], results["generate"]) for results in rounds]
+    speed = [ours["tokens_per_second"] / theirs["tokens_per_second"] for ours, theirs in pairs]
+    return {"speed": spread(speed), "memory": spread([theirs["peak_mib"] / ours["peak_mib"] for ours, theirs in pairs])}
 
 
-def result_rows(sides: Sequence[Contestant], rounds: Sequence[dict[str, dict]]) -> list[dict[str, Any]]:
-    """A row for each contestant: tokens a second, peak memory, ratios."""
+def result_rows(rounds: Sequence[dict[str, dict]]) -> list[dict[str, Any]]:
+    """A row for each system: tokens a second, peak memory; of ours the ratio to `generate`."""
     rows = []
-    for side in sides:
-        row: dict[str, Any] = {"name": side.name, "system": side.system, "decoding": side.decoding}
-        results = [results[side.name] for results in rounds]
-        errors = [result["error"] for result in results if "error" in result]
-        if errors:
-            rows.append({**row, "error": errors[0]})
-            continue
+    for system in rounds[0]:
+        results = [results[system] for results in rounds]
+        row: dict[str, Any] = {"name": SYSTEMS[system], "system": system}
         row["tokens_per_second"] = spread([result["tokens_per_second"] for result in results])
         row["first_seconds"] = median(result["first_seconds"] for result in results)
         row |= {name: max(result[name] for result in results) for name in ("peak_mib", "above_imports_mib")}
         rows.append(row)
-    theirs = [row for row in rows if row["system"] != "ours" and "error" not in row]
-    best = max(theirs, key=lambda row: row["tokens_per_second"]["median"], default=None)
-    for row in rows:
-        others = {"ratio": best["name"] if best else None, "ratio_to_off": "everything off"}
-        for key, other in others.items():
-            if other in rounds[0] and "error" not in row and (ratio := ratios_to(row["name"], other, rounds)):
-                row[key] = ratio
-    return rows
-
-
-# --- steps
-
-
-def step_cases(slots: int) -> Iterator[tuple[int, int, str]]:
-    """(rows, slots, order) of each line of the simulation."""
-    for rows in (slots, 4 * slots, 16 * slots):
-        yield rows, rows, "all at once"
-        if rows > slots:
-            yield from ((rows, slots, "random"), (rows, slots, "longest first"))
-
-
-def simulate(args: argparse.Namespace, kind: str, work: Path) -> list[dict[str, Any]]:
-    """Decode steps and slot steps of the tiny model, simulated and measured, with shrinking."""
-    folder, vocabulary = prepare("tiny", work)
-    rows = []
-    for count, slots, order in step_cases(args.slots or 8):
-        case = Case("tiny", kind, count, args.prompt_length, args.response_length, slots, args.cores)
-        options = {"decoding": {**args.decoding, "slots": slots, "shrink": True, "draft": None}}
-        options["longest_first"] = order == "longest first"
-        rollouts = rollouts_of(case, folder, vocabulary, args.seed, 1, **options)
-        queue = sorted(rollouts.limits, reverse=True) if options["longest_first"] else rollouts.limits
-        share = args.decoding.get("refill", Decoding.refill)
-        row: dict[str, Any] = {"lengths": kind, "rows": count, "slots": slots, "order": order}
-        row["batches"] = rollouts_simulated.batches(rollouts.limits, slots)._asdict()
-        row["simulated"] = rollouts_simulated.refill(queue, slots, share, shrink=True)._asdict()
-        row["without_shrinking"] = rollouts_simulated.refill(queue, slots, share).slot_steps
-        row["bound"] = rollouts_simulated.bound(rollouts.limits, slots)
-        rollout, steps = rollouts_ours.program(rollouts, return_steps=True)(rollouts.limits)
-        if rollouts_ours.lengths_of(rollout) != rollouts.limits:
-            raise UserError(f"{case.name}: responses have other lengths than their limits")
-        row["measured"] = {name: int(np.asarray(getattr(steps, name)).sum()) for name in ("steps", "slot_steps")}
-        rows.append(row)
+    if len(rows) == len(SYSTEMS):
+        rows[0]["ratio"] = ratios(rounds)["speed"]
     return rows
 
 
@@ -369,19 +215,13 @@ def simulate(args: argparse.Namespace, kind: str, work: Path) -> list[dict[str, 
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    """Markdown: a line for each contestant."""
-    pieces = any("ratio_to_off" in row for row in rows)
-    head = ["", "tokens/s", "peak memory", "above imports", "first rollout", "to the better of transformers'"]
-    head += ["to everything off"] * pieces
+    """Markdown: a line for each system."""
+    head = ("", "tokens/s", "peak memory", "above imports", "first rollout", "to transformers'")
     lines = [f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
     for row in rows:
-        if "error" in row:
-            cells = [f"failed: {row['error'].splitlines()[0].replace('|', '/')}", *[""] * (len(head) - 2)]
-        else:
-            cells = [shown(row["tokens_per_second"], ",.0f"), f"{row['peak_mib']:,.0f} MiB"]
-            cells += [f"{row['above_imports_mib']:,.0f} MiB", f"{row['first_seconds']:.1f} s"]
-            names = ("ratio", "ratio_to_off")[: 1 + pieces]
-            cells += [shown(row[name], ".2f") if name in row else "" for name in names]
+        cells = [shown(row["tokens_per_second"], ",.0f"), f"{row['peak_mib']:,.0f} MiB"]
+        cells += [f"{row['above_imports_mib']:,.0f} MiB", f"{row['first_seconds']:.1f} s"]
+        cells += [shown(row["ratio"], ".2f") if "ratio" in row else ""]
         lines.append(f"| {row['name']} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -392,80 +232,29 @@ def shown(values: dict[str, float], form: str) -> str:
     return format(values["median"], form) + ("" if low == high else f" ({low} to {high})")
 
 
-def step_table(rows: Sequence[dict[str, Any]]) -> str:
-    """Markdown: decode steps, simulated and measured."""
-    head = "| lengths | rows | slots | order | steps of batches | of slots, simulated | measured | fewer | bound | "
-    lines = [head + "slot steps without shrinking | simulated | measured |", "|" + "---|" * 12]
-    for row in rows:
-        steps, found = row["simulated"]["steps"], row["measured"]
-        cells = [row["lengths"], row["rows"], row["slots"], row["order"], f"{row['batches']['steps']:,}", f"{steps:,}"]
-        cells += [f"{found['steps']:,}", f"{row['batches']['steps'] / max(steps, 1):.2f}", f"{row['bound']:,}"]
-        cells += [f"{row['without_shrinking']:,}", f"{row['simulated']['slot_steps']:,}", f"{found['slot_steps']:,}"]
-        lines.append(f"| {' | '.join(str(cell) for cell in cells)} |")
-    return "\n".join(lines)
-
-
-def trial_line(result: dict[str, Any]) -> str:
-    """The sizes of batches that were tried for continuous batching."""
-    texts = [
-        f"{row['batch_tokens']}: " + (f"{median(row['seconds']):.1f} s" if "seconds" in row else row["error"])
-        for row in result["trials"]
-    ]
-    return f"continuous batching, tokens of a batch: {', '.join(texts)}; {result['batch_tokens']} used\n"
-
-
 # --- command
 
 
 def rollouts(args: argparse.Namespace, work: Path) -> int:
     """Runs the benchmark: 0, or 1 if a ratio is below its bound."""
     work.mkdir(parents=True, exist_ok=True)
-    about = {"machine": machine(), "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")}
-    about["command"] = shlex.join([Path(sys.executable).name, *sys.argv])
+    about = about_this_run()
     whole: dict[str, Any] = {**about, "options": {k: v for k, v in vars(args).items() if not isinstance(v, Path)}}
     problems = []
-    if args.simulate:
-        whole["steps"] = [row for kind in args.lengths for row in simulate(args, kind, work)]
-        print(step_table(whole["steps"]), flush=True)
-    else:
-        sides, whole["cases"] = contestants(args), []
-        for model in args.model:
-            for kind in args.lengths:
-                slots = None if args.pieces else args.slots
-                case = Case(model, kind, args.rows, args.prompt_length, args.response_length, slots, args.cores)
-                if args.check:  # before minutes of measuring
-                    below_bounds(read_bounds(args.baseline), case, dict.fromkeys(("speed", "memory"), {"median": 1e9}))
-                whole["cases"].append(result := measure(case, sides, args, work))
-                print(f"{case.name}\n\n{table(result['rows'])}\n", flush=True)
-                if result["trials"]:
-                    print(trial_line(result), flush=True)
-                if args.baseline:
-                    ratio = bounded_ratios(result)
-                    if args.check:
-                        problems += below_bounds(read_bounds(args.baseline), case, ratio)
-                    else:
-                        store_bounds(args.baseline, case, ratio, about)
+    whole["cases"] = []
+    for model, kind in itertools.product(args.model, args.lengths):
+        case = Case(model, kind, args.rows, args.prompt_length, args.response_length, args.cores)
+        if args.check:  # before minutes of measuring
+            bounds_of(args.baseline, case)
+        whole["cases"].append(result := measure(case, args, work))
+        print(f"{case.name}\n\n{table(result['rows'])}\n", flush=True)
+        if args.baseline:
+            problems += checked_or_stored(args, case, ratios(result["rounds"]), about)
     if warning := load_warning(about["machine"]):
         print(warning, flush=True)
     if args.json:
         write_atomically(str(args.json), json_text(whole, indent=2) + "\n")
-    if args.check:
-        print("\n".join(problems) or "no ratio is below its bound")
-    return int(bool(problems))
-
-
-def bounded_ratios(result: dict[str, Any]) -> dict[str, dict[str, float]]:
-    """Tokens a second of ours over those of `generate`, and its peak memory over ours.
-
-    Raises:
-      UserError: `generate` failed.
-    """
-    names = ("ours", "transformers, generate")
-    speed = ratios_to(*names, result["rounds"])
-    if speed is None:
-        raise UserError(f"transformers' generate failed: {result['rounds'][0][names[1]].get('error')}")
-    memory = [results[names[1]]["peak_mib"] / results[names[0]]["peak_mib"] for results in result["rounds"]]
-    return {"speed": speed, "memory": spread(memory)}
+    return verdict(problems) if args.check else 0
 
 
 def main(argv: Sequence[str] | None = None) -> int:

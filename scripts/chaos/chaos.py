@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import argparse
 import collections
-import dataclasses
 import json
 import pathlib
 import random
@@ -55,7 +54,6 @@ class Campaign:
             raise SystemExit(f"chaos: {self.folder} holds a campaign with other options; give another --folder")
         self.cases = 1 + max((kill["case"] for kill in self.kills), default=-1)
         self.measured: dict[str, Measured] = {}
-        self.pace: dict[tuple[str, str], float] = collections.defaultdict(lambda: 1.0)
         self.began, self.before = time.monotonic(), len(self.kills)
 
     # --- uninterrupted runs
@@ -168,7 +166,6 @@ class Campaign:
         kills, wrong, cache, began = [], None, None, time.monotonic()
         for _ in range(min(rng.choice((1, 1, 2, 2, 3)), self.options.kills - len(self.kills))):
             plan = self.next_plan(rng, stage, committed_in(folder / "run"), len(kills))
-            plan = dataclasses.replace(plan, wait=plan.wait * self.pace[stage, plan.phase])
             if plan.phase == "compile":
                 cache = folder / f"cache-{len(kills)}"
             victim = rng.randrange(self.options.processes)
@@ -177,9 +174,6 @@ class Campaign:
             wrong = leg.ends()
             met = leg.was_hit
             phase, when = leg.died_in(self.measured[stage]) if met else ("none", {})
-            # The machine may be faster than when the phases were timed: after a late signal, send the next one earlier.
-            pace = self.pace[stage, plan.phase]
-            self.pace[stage, plan.phase] = min(1.1 * pace, 1.0) if phase == plan.phase else max(0.7 * pace, 0.1)
             if not met:
                 print(f"case {number} {stage}: finished before the signal in {plan.phase}", flush=True)
                 wrong = wrong or (f"exit status {leg.codes} before the kill" if any(leg.codes) else None)
@@ -265,19 +259,13 @@ def table(kills: list[dict]) -> str:
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--kills", type=int, default=100, help="total number, including those of an earlier campaign in --folder"
-    )
+    text = "total number, including those of an earlier campaign in --folder"
+    parser.add_argument("--kills", type=int, default=100, help=text)
     parser.add_argument("--signal", choices=("KILL", "TERM"), default="KILL", help="signal of the kill")
-    parser.add_argument(
-        "--processes", type=int, default=1, help="processes of each run; one is killed, all are restarted"
-    )
-    parser.add_argument(
-        "--resume_devices",
-        type=int,
-        default=1,
-        help="devices after a kill; with more than 1, results agree to a tolerance",
-    )
+    text = "processes of each run; one is killed, all are restarted"
+    parser.add_argument("--processes", type=int, default=1, help=text)
+    text = "devices after a kill; with more than 1, results agree to a tolerance"
+    parser.add_argument("--resume_devices", type=int, default=1, help=text)
     parser.add_argument("--stages", default=",".join(STAGES), help="comma-separated: sft, reward, ppo, rloo, grpo")
     parser.add_argument("--seed", type=int, default=0, help="seed of the random choices")
     parser.add_argument(

@@ -1,7 +1,5 @@
 """Compares two folders of the same run: one uninterrupted, one killed and resumed.
 
-    python scripts/chaos/chaos_compare.py WHOLE RESUMED [--another_mesh]
-
 Compared byte for byte: models, metrics.jsonl, completions/, config.json, finished.json and the names of all files. In
 checkpoints/ and timings.jsonl the steps are compared (each once), in tensorboard/ what TensorBoard shows: each value of
 each metric once. With --another_mesh the run was resumed on other devices: weights must agree to 1e-4 in norm, metrics
@@ -10,14 +8,12 @@ to 1e-4 * max(|value|, 0.01). Prints the differences; exit code 1 if there are a
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import os
 import pathlib
 import struct
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 TOLERANCE = 1e-4
 # These measure rounding, which depends on the mesh; RLOO's loss is a mean that cancels.
@@ -166,20 +162,3 @@ def is_clock(tag: str) -> bool:
     """Whether a TensorBoard tag belongs to timings.jsonl."""
     prefixes = ("time/", "memory/", "mfu", "tokens_per_second/", "bandwidth/", "peak/")
     return tag.startswith(prefixes) or tag in ("step_time", "eps")
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """The command. Exit code 1: there are differences."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("whole", type=pathlib.Path, help="folder of the uninterrupted run")
-    parser.add_argument("resumed", type=pathlib.Path, help="folder of the other run")
-    parser.add_argument("--another_mesh", action="store_true", help="it was resumed on other devices")
-    parser.add_argument("--other_checkpoints", action="store_true", help="only the newest checkpoint must agree")
-    options = parser.parse_args(argv)
-    found = differences(options.whole, options.resumed, options.another_mesh, options.other_checkpoints)
-    print("\n".join(found) or "no differences")
-    return 1 if found else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -2,9 +2,7 @@
 
     python scripts/parity/learning_parity.py all --work runs/parity --seeds 5 --picture docs/learning_parity.png
 
-PPO and RLOO have the quickstart's task, GRPO that of quickstart_math. `smollm2`, which has to be named, is
-quickstart_smollm2 from the checkpoint in the folder WORK/chat, with a KL penalty so small that it only measures; it
-needs reasoning-gym and peft.
+PPO and RLOO have the quickstart's task, GRPO that of quickstart_math.
 
 `prepare` trains the SFT policies and the reward model, `run` does one run of one system, `evaluate` samples from every
 final policy on the same held-out prompts, `report` prints Markdown and plots the curves, `all` does all missing steps,
@@ -40,21 +38,16 @@ from rlhf_jax.metrics import logger
 from rlhf_jax.runtime.run_folder import write_atomically
 from rlhf_jax.utils.strict_json import json_text
 
-SYSTEMS, TRAINERS, OF_A_CHECKPOINT = ("ours", "trl"), ("ppo", "rloo", "grpo"), "smollm2"
-NAMES = {"ours": "rlhf_jax", "trl": "TRL", "ppo": "PPO", "rloo": "RLOO", "grpo": "GRPO", "smollm2": "GRPO, SmolLM2"}
-QUICKSTART = {
-    "ppo": "quickstart.py",
-    "rloo": "quickstart_rloo.py",
-    "grpo": "quickstart_math.py",
-    "smollm2": "quickstart_smollm2.py",
-}
+SYSTEMS, TRAINERS = ("ours", "trl"), ("ppo", "rloo", "grpo")
+NAMES = {"ours": "rlhf_jax", "trl": "TRL", "ppo": "PPO", "rloo": "RLOO", "grpo": "GRPO"}
+QUICKSTART = {"ppo": "quickstart.py", "rloo": "quickstart_rloo.py", "grpo": "quickstart_math.py"}
 # Folders of the models that runs start from.
-START = {"ppo": "start", "rloo": "start", "grpo": "start_math", "smollm2": "chat"}
+START = {"ppo": "start", "rloo": "start", "grpo": "start_math"}
 COLUMNS = {"ppo": ("score", "gold_reward", "kl", "length"), "grpo": ("accuracy", "format", "entropy", "length")}
-COLUMNS |= {"rloo": COLUMNS["ppo"], "smollm2": ("accuracy", "kl", "entropy", "length")}
+COLUMNS["rloo"] = COLUMNS["ppo"]
 JUDGED = ("score", "gold_reward", "accuracy", "format")  # columns whose gains are compared
 HEADS = {"score": "final reward", "gold_reward": "gold reward", "kl": "KL"}
-SECOND = {"ppo": "kl", "rloo": "kl", "grpo": "entropy", "smollm2": "kl"}  # what a curve has beside the reward
+SECOND = {"ppo": "kl", "rloo": "kl", "grpo": "entropy"}  # what a curve has beside the reward
 MARGIN, CONFIDENCE = 0.15, 0.9  # fraction of TRL's gain; level of the interval
 UPDATES, PROMPTS = 48, 4096  # the quickstart's; held out
 
@@ -68,7 +61,6 @@ OWN = {
     "rloo": ("num_generations", "num_iterations", "beta", "epsilon", "normalize_advantages"),
     "grpo": ("num_generations", "num_iterations", "beta", "epsilon", "loss_type", "scale_rewards"),
 }
-OWN["smollm2"] = OWN["grpo"]
 
 
 class Run(NamedTuple):
@@ -87,17 +79,13 @@ class Run(NamedTuple):
 
 def quickstart(trainer: str, work: Path) -> dict[str, StageConfig]:
     """The quickstart's stages by name, the policy's by the trainer's, with its models in the folder of `START`."""
-    config = dataclasses.replace(config_files.load_config(QUICKSTART[trainer]), run_dir=str(work / START[trainer]))
-    if trainer == OF_A_CHECKPOINT:
-        stage = dataclasses.replace(config.grpo, sft_model_path=str(start_policy(trainer, work)), beta=1e-3)
-        return {trainer: stages_of(config.with_stage("grpo", stage))["grpo"]}
-    return stages_of(config)
+    config = config_files.load_config(QUICKSTART[trainer])
+    return stages_of(dataclasses.replace(config, run_dir=str(work / START[trainer])))
 
 
 def start_policy(trainer: str, work: Path) -> Path:
     """The folder of the policy that runs start from."""
-    folder = work / START[trainer]
-    return folder if trainer == OF_A_CHECKPOINT else folder / "sft/policy"
+    return work / START[trainer] / "sft/policy"
 
 
 def settings(trainer: str, updates: int) -> dict[str, Any]:
@@ -117,7 +105,7 @@ def our_config(run: Run, work: Path) -> PolicyConfig:
     ppo = {"loss_aggregation": "token_mean_micro", "whiten_ddof": 1, "score_position": "after_eos"}
     rloo = {"lr_scheduler_unit": "optimizer_step", "reshuffle": "once", "policy_loss": "clipped"}
     grpo = {"lr_scheduler_unit": "optimizer_step", "reshuffle": "once", "loss_aggregation": "token_mean_micro"}
-    own = {"ppo": ppo, "rloo": rloo}.get(run.trainer, grpo) | {"eos_penalty_mode": "subtract"}
+    own = {"ppo": ppo, "rloo": rloo, "grpo": grpo}[run.trainer] | {"eos_penalty_mode": "subtract"}
     # `evaluate` evaluates all policies in the same way; a run itself only trains.
     quiet = {"dataset_test_split": None, "eval_steps": 0, "num_sample_generations": 0, "save_steps": 0, "report_to": ()}
     folder = str(work / "runs" / run.name)
@@ -186,10 +174,9 @@ def run_one(work: Path, run: Run, cores: int) -> None:
     if finished(work, run) is not None:
         return print(f"{run.name} is finished; nothing to do")
     policy, reward = start_policy(run.trainer, work), work / START[run.trainer] / "reward/reward_model"
-    needed = reward if run.trainer in ("ppo", "rloo") else policy
+    needed = policy if run.trainer == "grpo" else reward
     if not (needed / "config.json").exists():
-        how = "put the checkpoint there" if run.trainer == OF_A_CHECKPOINT else "run `learning_parity.py prepare` first"
-        raise UserError(f"{needed} has no model: {how}")
+        raise UserError(f"{needed} has no model: run `learning_parity.py prepare` first")
     jax.config.update("jax_platforms", "cpu")  # as TRL's runs
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[-cores:])
@@ -212,11 +199,6 @@ def point(update: int, reward: float, second: float, seconds: float, name: str =
     return {"update": update, "reward": reward, name: second, "seconds": seconds}
 
 
-def per_response(line: dict[str, float]) -> float:
-    """The KL of a response: `kl`, a mean over tokens, times the mean length."""
-    return line["kl"] * line["completions/mean_length"]
-
-
 def run_ours(work: Path, run: Run) -> list[dict[str, float]]:
     """Does our run; returns the points of its curve. Its policy goes to WORK/runs/NAME/policy."""
     from rlhf_jax import train
@@ -226,8 +208,6 @@ def run_ours(work: Path, run: Run) -> list[dict[str, float]]:
     seconds = {line["step"]: line["step_time"] for line in clock}
     if run.trainer == "grpo":
         return [point(f["step"], f["reward"], f["entropy"], seconds[f["step"]], "entropy") for f in found]
-    if run.trainer == OF_A_CHECKPOINT:
-        return [point(f["step"], f["reward"], per_response(f), seconds[f["step"]]) for f in found]
     return [point(f["step"], f["objective/scores"], f["objective/kl"], seconds[f["step"]]) for f in found]
 
 
@@ -236,23 +216,18 @@ def run_trl(work: Path, run: Run) -> list[dict[str, float]]:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # its PPO ignores use_cpu
     import torch
     from datasets import Dataset
-    from transformers import AutoModelForCausalLM, AutoTokenizer, GPTNeoXForSequenceClassification
+    from transformers import AutoModelForCausalLM, GPTNeoXForSequenceClassification
     from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
     from trl.experimental.ppo import PPOConfig, PPOTrainer
 
     from rlhf_jax.data import arithmetic, load_tokenizer, synthetic
-    from rlhf_jax.data.reasoning_gym import load_reasoning_gym
-    from rlhf_jax.rewards import boxed_format_reward, exact_match_reward, reasoning_gym_reward
+    from rlhf_jax.rewards import boxed_format_reward, exact_match_reward
 
     folder, start = work / "runs" / run.name, start_policy(run.trainer, work)
     tokenizer = load_tokenizer(str(start))
     tokenizer.hf.padding_side = "left"
-    stage = quickstart(run.trainer, work)[run.trainer]
-    if run.trainer == OF_A_CHECKPOINT:
-        examples = list(load_reasoning_gym(stage.dataset_name, "prompts"))
-    else:
-        task = arithmetic if run.trainer == "grpo" else synthetic
-        examples = task.prompts(task.SIZES["train"])
+    task = arithmetic if run.trainer == "grpo" else synthetic
+    examples = task.prompts(task.SIZES["train"])
     prompts = [row["prompt"] for row in examples]
     options, values = trl_options(run, str(folder / "trl")), settings(run.trainer, run.updates)
     torch.set_num_threads(len(os.sched_getaffinity(0)))
@@ -278,33 +253,24 @@ def run_trl(work: Path, run: Run) -> list[dict[str, float]]:
         return Keeping
 
     trained, steps = policy(), 1
+    if run.trainer != "ppo":
+        steps = values["num_iterations"] * values["num_mini_batches"]
     if run.trainer == "ppo":
         rows = Dataset.from_dict({"input_ids": tokenizer.encode_batch(prompts)})
         models = {"ref_model": policy(), "reward_model": reward(), "value_model": reward()}
         data = {"train_dataset": rows, "eval_dataset": rows.select(range(8)), "processing_class": tokenizer.hf}
         trainer = keeping(PPOTrainer)(args=PPOConfig(**options), model=trained, **models, **data)
-    elif run.trainer != "rloo":
-        steps = values["num_iterations"] * values["num_mini_batches"]
-        column, rewards, adapter = "solution", [exact_match_reward, boxed_format_reward], None
-        reader = tokenizer.hf
-        if run.trainer == OF_A_CHECKPOINT:
-            import peft
-
-            reader = AutoTokenizer.from_pretrained(start)  # ours has a pad of its own, without a row of the embedding
-            column, rewards = "reasoning_gym", [reasoning_gym_reward]
-            adapter = peft.LoraConfig(r=stage.lora_r, lora_alpha=stage.lora_alpha, lora_dropout=0.0)
-        columns = {name: [row[name] for row in examples] for name in ("prompt", column)}
-        data = {"train_dataset": Dataset.from_dict(columns), "processing_class": reader, "peft_config": adapter}
+    elif run.trainer == "grpo":
+        columns = {name: [row[name] for row in examples] for name in ("prompt", "solution")}
+        data = {"train_dataset": Dataset.from_dict(columns), "processing_class": tokenizer.hf}
+        rewards = [exact_match_reward, boxed_format_reward]
         trainer = keeping(GRPOTrainer)(args=GRPOConfig(**options), model=trained, reward_funcs=rewards, **data)
     else:
-        steps = values["num_iterations"] * values["num_mini_batches"]
         score = token_reward(reward(), tokenizer, values["missing_eos_penalty"])
         data = {"train_dataset": Dataset.from_dict({"prompt": prompts}), "processing_class": tokenizer.hf}
         trainer = keeping(RLOOTrainer)(args=RLOOConfig(**options), model=trained, reward_funcs=[score], **data)
     began = time.perf_counter()
     trainer.train()
-    if run.trainer == OF_A_CHECKPOINT:
-        trained = trainer.model.merge_and_unload()
     trained.save_pretrained(folder / "policy")
     return trl_curve(run.trainer, logs, [began, *ends], steps)
 
@@ -317,7 +283,8 @@ def trl_curve(trainer: str, logs: Sequence[dict], ends: Sequence[float], steps: 
         return [point(i, log["objective/scores"], log["objective/kl"], s) for i, (log, s) in updates]
     if trainer == "grpo":
         return [point(i, log["reward"], log["entropy"], s, "entropy") for i, (log, s) in updates]
-    return [point(i, log["reward"], per_response(log), s) for i, (log, s) in updates]
+    kl = [log["kl"] * log["completions/mean_length"] for log in logs[::steps]]  # TRL's is a mean over tokens
+    return [point(i, log["reward"], kl[i - 1], s) for i, (log, s) in updates]
 
 
 def token_reward(model, tokenizer, penalty: float) -> Callable[..., list[float]]:
@@ -351,7 +318,7 @@ def evaluate_all(work: Path, updates: int, prompts: int, trainers: Sequence[str]
 
 def sft_name(trainer: str) -> str:
     """The line of the SFT policy among the evaluations."""
-    return "sft" if START[trainer] == "start" else f"sft of {NAMES[trainer]}"  # or the checkpoint as it was
+    return "sft" if START[trainer] == "start" else f"sft of {NAMES[trainer]}"
 
 
 def evaluate_task(work: Path, trainer: str, folders: dict[str, Path], prompts: int) -> None:
@@ -369,7 +336,7 @@ def evaluate_task(work: Path, trainer: str, folders: dict[str, Path], prompts: i
             params = stage.weights.load(stage.opened.policy, str(folder), "causal", None)
             found = stage.evaluator.complete(params, stage.evaluator.held_out, prompts, config.temperature)
             given = {key: found[key] for key in ("kl", "lengths", "ended", "entropy")}
-            if trainer in ("grpo", OF_A_CHECKPOINT):
+            if trainer == "grpo":
                 row = evaluate.summarize(name, rewards=found["rewards"], **given)
                 means = [float(np.mean(values)) for values in found["rewards"].values()]
                 row |= dict(zip(("accuracy", "format"), means))
@@ -471,8 +438,7 @@ def draw(runs: dict[tuple[str, str], list[dict]], path: Path) -> None:
     looks = {"ours": {"color": "#0b61a4", "linestyle": "-"}, "trl": {"color": "#d1600a", "linestyle": "--"}}
     labels = {"kl": "KL to the start, nats a response", "entropy": "entropy, nats a token"}
     for column, trainer in enumerate(trainers):
-        rewards = {"grpo": "accuracy + format reward", OF_A_CHECKPOINT: "accuracy"}
-        reward = rewards.get(trainer, "reward (reward model)")
+        reward = "accuracy + format reward" if trainer == "grpo" else "reward (reward model)"
         for i, (key, label) in enumerate({"reward": reward, SECOND[trainer]: labels[SECOND[trainer]]}.items()):
             axis = axes[i, column]
             for system, look in looks.items():
@@ -525,11 +491,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("command", choices=("prepare", "run", "evaluate", "report", "all"))
     parser.add_argument("--work", type=Path, required=True, help="folder of models, runs and evaluations")
     parser.add_argument("--system", choices=SYSTEMS, default="ours", help="run: system")
-    choices = (*TRAINERS, OF_A_CHECKPOINT)
-    parser.add_argument("--trainer", choices=choices, default="ppo", help="run: trainer")
-    parser.add_argument(
-        "--trainers", choices=choices, nargs="+", default=TRAINERS, help="all but run; default: the first three"
-    )
+    parser.add_argument("--trainer", choices=TRAINERS, default="ppo", help="run: trainer")
+    parser.add_argument("--trainers", choices=TRAINERS, nargs="+", default=TRAINERS, help="all but run; default: all")
     numbers = (("seed", 0, "run: seed"), ("seeds", 5, "all: number of runs per trainer and system"))
     numbers += (("updates", UPDATES, "updates of a run"), ("cores", 1, "cores of a run"))
     for name, default, text in (*numbers, ("prompts", PROMPTS, "held-out prompts of the evaluation")):

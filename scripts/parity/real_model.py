@@ -1,22 +1,19 @@
-"""Compares a checkpoint on disk with transformers on real texts, in float32, bfloat16 and with quantised weights.
+"""Compares a checkpoint on disk with transformers on real texts, in float32 and bfloat16.
 
     python scripts/parity/real_model.py FOLDER
-    python scripts/parity/real_model.py FOLDER --text posts.jsonl --parts perplexity quantized
+    python scripts/parity/real_model.py FOLDER --text posts.jsonl --parts perplexity bfloat16
 
 Texts are pieces of 10 to 500 tokens cut from --text (default: the files of docs/), or the rows of a .jsonl file
 (prompt, and completion after it). One line is printed for each number; a distance is ||a - b|| / ||b||, the largest
 over the texts. Parts:
 
 - logits: float32 logits beside transformers', and greedy answers of 64 tokens to 20 texts;
-- gradients: of the loss of two texts, of all weights and of adapters on all linear layers (needs peft);
 - perplexity: of the texts, both;
-- bfloat16: logits, and hidden states after some layers, of both, beside transformers' in float32;
-- quantized: perplexity with frozen kernels in int8 and in 4 bits, and what int8 keys and values change in sampling;
-- samples: perplexity, under the model, of texts sampled at temperature 1 by both;
+- bfloat16: logits of both, beside transformers' in float32;
 - context: a prompt that ends 64 tokens before the context does;
 - export: the checkpoint as we write it, opened by transformers.
 
-Needs torch. Exit code 1: logits in float32 beyond 1e-5, gradients or a perplexity beyond 1e-4, a greedy answer or an
+Needs torch. Exit code 1: logits in float32 beyond 1e-5, a perplexity beyond 1e-4, a greedy answer or an
 export that differs.
 """
 
@@ -41,15 +38,16 @@ import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
+import torch.nn.functional as F  # noqa: E402
 import transformers  # noqa: E402
 
 import rlhf_jax  # noqa: E402
-from rlhf_jax.generate import Decoding, Sampling, generate  # noqa: E402
-from rlhf_jax.models.io import hf, peft, safetensors  # noqa: E402
+from rlhf_jax.generate import Sampling  # noqa: E402
+from rlhf_jax.models.io import hf  # noqa: E402
 from rlhf_jax.types import PromptBatch  # noqa: E402
+from tests.helpers.arrays import distance  # noqa: E402
 
 PROMPTS, SHORTEST, LONGEST, ANSWER = 20, 10, 500, 64
-SAMPLES = 64  # texts that each side samples, of ANSWER tokens
 
 
 @dataclasses.dataclass
@@ -76,12 +74,6 @@ class Compared:
         print(f"{name:58s} {value:{form}}", flush=True)
         if not value <= bound:
             self.failures.append(name)
-
-
-def distance(ours: Any, theirs: Any) -> float:
-    """||a - b|| / ||b||."""
-    ours, theirs = np.asarray(ours, np.float64), np.asarray(theirs, np.float64)
-    return float(np.linalg.norm(ours - theirs) / np.linalg.norm(theirs))
 
 
 # --- texts
@@ -114,20 +106,15 @@ def padded(rows: list[np.ndarray]) -> Iterator[tuple[np.ndarray, np.ndarray, int
         yield tokens, np.arange(width)[None] >= start, start
 
 
-def our_outputs(policy: Any, rows: list[np.ndarray], depth: int | None = None, params: Any = None) -> list[np.ndarray]:
-    """Logits of each row; with `depth`, hidden states after so many layers and the final norm."""
-    model, params = policy.model, policy.params if params is None else params
-    if depth is not None:
-        model = dataclasses.replace(model, config=dataclasses.replace(model.config, num_hidden_layers=depth))
-        layers = jax.tree.map(lambda leaf: leaf[:depth], params["backbone"]["layers"])
-        params = {**params, "backbone": {**params["backbone"], "layers": layers}}
+def our_outputs(policy: Any, rows: list[np.ndarray]) -> list[np.ndarray]:
+    """Logits of each row."""
+    model = policy.model
 
     @jax.jit
     def compute(params, tokens, mask):
-        hidden = model.hidden(params, tokens, mask, dtype=policy.dtype)
-        return (hidden if depth is not None else model.logits(params, hidden)).astype(jnp.float32)
+        return model.logits(params, model.hidden(params, tokens, mask, dtype=policy.dtype)).astype(jnp.float32)
 
-    return [np.asarray(compute(params, tokens, mask))[0, start:] for tokens, mask, start in padded(rows)]
+    return [np.asarray(compute(policy.params, tokens, mask))[0, start:] for tokens, mask, start in padded(rows)]
 
 
 def our_answer(policy: Any, row: np.ndarray, width: int) -> list[int]:
@@ -153,12 +140,10 @@ def their_logits(model: Any, rows: list[np.ndarray]) -> list[np.ndarray]:
 def perplexity(logits: list[np.ndarray], rows: list[np.ndarray]) -> float:
     """Of all tokens of the rows but their first."""
     losses = [
-        np.log(np.exp(own - own.max(-1, keepdims=True)).sum(-1))[:-1]
-        + own.max(-1)[:-1]
-        - own[np.arange(len(row) - 1), row[1:]]
-        for own, row in zip((own.astype(np.float64) for own in logits), rows, strict=True)
+        F.cross_entropy(torch.tensor(scores[:-1]).double(), torch.tensor(row[1:]).long(), reduction="none")
+        for scores, row in zip(logits, rows, strict=True)
     ]
-    return float(np.exp(np.concatenate(losses).mean()))
+    return float(torch.cat(losses).mean().exp())
 
 
 # --- parts
@@ -174,88 +159,6 @@ def logits(both: Compared) -> None:
     both.report(f"greedy answers of {ANSWER} tokens that differ, of {len(rows)}", differ, 0, "d")
 
 
-def gradients(both: Compared) -> None:
-    import peft as their_peft
-
-    rows = [row[:256] for row in both.texts[-2:]]
-    with tempfile.TemporaryDirectory() as folder:
-        ours = both.ours()
-        hf.save(f"{folder}/full", ours.model, our_gradients(ours.model, ours.params, rows), kind="causal")
-        theirs = [their_gradients(both.theirs(dtype), rows) for dtype in (torch.float32, torch.float64)]
-        report_gradients(both, "all weights", f"{folder}/full/model.safetensors", *theirs)
-        targets = {"r": 8, "target_modules": "all-linear", "task_type": "CAUSAL_LM", "init_lora_weights": False}
-        torch.manual_seed(0)
-        made = their_peft.get_peft_model(both.theirs(), their_peft.LoraConfig(**targets))
-        made.save_pretrained(f"{folder}/adapter")
-        form, adapters = hf.load_adapter(f"{folder}/adapter", ours.model)
-        model = dataclasses.replace(ours.model, lora=form)
-        found = our_gradients(model, adapters, rows, ours.params)
-        peft.save(f"{folder}/gradients", model, found, kind="causal", base=None)
-        theirs = [
-            their_gradients(
-                their_peft.PeftModel.from_pretrained(both.theirs(dtype), f"{folder}/adapter", is_trainable=True)
-                .to(dtype)
-                .eval(),
-                rows,
-            )
-            for dtype in (torch.float32, torch.float64)
-        ]
-        report_gradients(both, "adapters", f"{folder}/gradients/{peft.WEIGHTS}", *theirs)
-
-
-def our_gradients(model: Any, own: Any, rows: list[np.ndarray], base: Any = None) -> Any:
-    """Of the mean over rows of the mean loss of their tokens; with `base`, of adapters on it."""
-
-    @jax.jit
-    def gradient(own, base, tokens, mask):
-        def loss(own):
-            params = own if base is None else model.with_lora(base, own)
-            scores = jax.nn.log_softmax(model.logits(params, model.hidden(params, tokens, mask))[0, :-1])
-            losses = -jnp.take_along_axis(scores, tokens[0, 1:, None], axis=1)[:, 0]
-            counted = mask[0, :-1]
-            return jnp.sum(losses * counted) / jnp.sum(counted) / len(rows)
-
-        return jax.grad(loss)(own)
-
-    totals = [gradient(own, base, tokens, mask) for tokens, mask, _ in padded(rows)]
-    return jax.tree.map(lambda *leaves: sum(leaves), *totals)
-
-
-def their_gradients(model: Any, rows: list[np.ndarray]) -> dict[str, np.ndarray]:
-    """Of the same loss, computed in the dtype of the logits; transformers computes its own in float32."""
-    with torch.enable_grad():
-        for row in rows:
-            tokens = torch.tensor(row)[None].long()
-            logits = model(tokens).logits[0, :-1]
-            (torch.nn.functional.cross_entropy(logits, tokens[0, 1:]) / len(rows)).backward()
-    return {
-        name.replace(".default", ""): parameter.grad.numpy()
-        for name, parameter in model.named_parameters()
-        if parameter.requires_grad
-    }
-
-
-def report_gradients(
-    both: Compared, name: str, file: str, theirs: dict[str, np.ndarray], exact: dict[str, np.ndarray]
-) -> None:
-    """Distances of both in float32 from transformers' in float64, and from each other: torch's cross entropy of 49,152
-    logits on a CPU is the less exact part."""
-    ours = {
-        key: source.read((slice(None),) * exact[key].ndim) for key, source in safetensors.open_file(Path(file)).items()
-    }
-    if ours.keys() != exact.keys():
-        both.failures.append(f"names of the gradients of {name}")
-    names = sorted(ours.keys() & exact.keys())
-    flat = {
-        label: np.concatenate([np.asarray(side[key], np.float64).ravel() for key in names])
-        for label, side in (("ours", ours), ("transformers", theirs), ("exact", exact))
-    }
-    for label, side, bound in (("ours", ours, 1e-4), ("transformers", theirs, math.inf)):
-        both.report(f"gradient of {name}, float32, from float64, {label}", distance(flat[label], flat["exact"]), bound)
-        both.report(f"  of one tensor, the largest, {label}", max(distance(side[key], exact[key]) for key in names))
-    both.report("  of ours from transformers' in float32", distance(flat["ours"], flat["transformers"]))
-
-
 def perplexities(both: Compared) -> None:
     theirs = perplexity(their_logits(both.theirs(), both.texts), both.texts)
     ours = perplexity(our_outputs(both.ours(), both.texts), both.texts)
@@ -265,94 +168,10 @@ def perplexities(both: Compared) -> None:
 
 def bfloat16(both: Compared) -> None:
     rows = both.texts[:PROMPTS]
-    exact, theirs, ours = both.theirs(), both.theirs(torch.bfloat16), both.ours("bfloat16")
-    wanted = their_logits(exact, rows)
-    found = {"ours": our_outputs(ours, rows), "transformers": their_logits(theirs, rows)}
-    for name, own in found.items():
-        both.report(f"logits, bfloat16, {name}: distance", max(map(distance, own, wanted)))
-    count = ours.model.config.num_hidden_layers
-    for depth in sorted({1, 2, count // 6, count // 3, 2 * count // 3, count}):
-        wanted = their_hidden(exact, rows, depth)
-        found = {"ours": our_outputs(ours, rows, depth), "transformers": their_hidden(theirs, rows, depth)}
-        for name, own in found.items():
-            both.report(f"  after layer {depth}, {name}", max(map(distance, own, wanted)))
-    states = exact(torch.tensor(rows[-1])[None].long(), output_hidden_states=True).hidden_states[count // 2].abs()
-    both.report("  largest hidden value / the median, middle layer", float(states.max() / states.median()), form=".0f")
-
-
-def their_hidden(model: Any, rows: list[np.ndarray], depth: int) -> list[np.ndarray]:
-    """Hidden states after `depth` layers and the final norm."""
-    found = []
-    for row in rows:
-        states = model(torch.tensor(row)[None].long(), output_hidden_states=True).hidden_states
-        last = depth == len(states) - 1  # transformers norms the last one itself
-        found.append((states[depth] if last else model.model.norm(states[depth]))[0].float().numpy())
-    return found
-
-
-def quantized(both: Compared) -> None:
-    ours = both.ours()
-    both.report("perplexity, float32", perplexity(our_outputs(ours, both.texts), both.texts), form=".3f")
-    for kind in ("int8", "nf4"):
-        params = jax.jit(lambda params, kind=kind: ours.model.quantize(params, jnp.float32, kind))(ours.params)
-        found = perplexity(our_outputs(ours, both.texts, params=params), both.texts)
-        both.report(f"perplexity, frozen kernels in {kind}", found, form=".3f")
-    prompts = batch_of(both)
-    for name, decoding in (("float32", None), ("int8", Decoding(cache_dtype="int8"))):
-        sampling = Sampling(max_new_tokens=ANSWER)
-        rollout = jax.jit(generate, static_argnums=(0, 4), static_argnames=("decoding", "group"))(
-            ours.model, ours.params, prompts, jax.random.key(0), sampling, decoding=decoding, group=4
-        )
-        sampled, recomputed = sampled_logprobs(ours, rollout)
-        both.report(
-            f"sampling with keys and values in {name}: nats a token off", float(np.abs(sampled - recomputed).mean())
-        )
-        both.report("  KL to the model, nats a token", float((sampled - recomputed).mean()))
-
-
-def batch_of(both: Compared) -> PromptBatch:
-    """Prompts of 64 tokens, SAMPLES / 4."""
-    heads = np.stack([row[:64] for row in both.texts if len(row) >= 64][: SAMPLES // 4])
-    count = len(heads)
-    return PromptBatch(tokens=heads, lengths=np.full(count, 64, np.int32), rows=np.arange(count, dtype=np.int32))
-
-
-def sampled_logprobs(policy: Any, rollout: Any) -> tuple[np.ndarray, np.ndarray]:
-    """[N] log-probabilities of all sampled tokens: as sampling had them, and of one forward pass."""
-    heads = np.asarray(rollout.prompt_tokens)
-    rows = [np.concatenate(pair) for pair in zip(heads, np.asarray(rollout.response), strict=True)]
-    start = heads.shape[1]
-    found = []
-    for row, own in zip(rows, our_outputs(policy, rows), strict=True):
-        scores = (
-            own - np.log(np.exp(own - own.max(-1, keepdims=True)).sum(-1, keepdims=True)) - own.max(-1, keepdims=True)
-        )
-        found.append(scores[np.arange(start - 1, len(row) - 1), row[start:]])
-    return np.asarray(rollout.logprobs).ravel(), np.concatenate(found)
-
-
-def samples(both: Compared) -> None:
-    ours, theirs, prompts = both.ours(), both.theirs(), batch_of(both)
-    rollout = jax.jit(generate, static_argnums=(0, 4), static_argnames="group")(
-        ours.model, ours.params, prompts, jax.random.key(1), Sampling(max_new_tokens=ANSWER), group=4
-    )
-    heads = np.repeat(prompts.tokens, 4, axis=0)
-    torch.manual_seed(1)
-    theirs.generation_config.eos_token_id = None  # a stop id is no end here: answers of one length are compared
-    tokens = torch.tensor(heads).long()
-    options = {"do_sample": True, "top_k": 0, "top_p": 1.0, "temperature": 1.0, "max_new_tokens": ANSWER}
-    answers = theirs.generate(tokens, attention_mask=torch.ones_like(tokens), **options)[:, tokens.shape[1] :]
-    for name, texts in (("ours", np.asarray(rollout.response)), ("transformers'", answers.numpy())):
-        rows = [np.concatenate(pair) for pair in zip(heads, texts, strict=True)]
-        losses = [
-            -torch.log_softmax(torch.tensor(own), -1)[np.arange(63, len(row) - 1), row[64:]].mean().item()
-            for own, row in zip(their_logits(theirs, rows), rows, strict=True)
-        ]
-        error = np.std(losses, ddof=1) / np.sqrt(len(losses))
-        print(
-            f"{f'loss of {len(rows)} samples at temperature 1, {name}':58s} {np.mean(losses):.3f} ± {error:.3f}",
-            flush=True,
-        )
+    exact = their_logits(both.theirs(), rows)
+    both.report("logits, bfloat16, ours: distance", max(map(distance, our_outputs(both.ours("bfloat16"), rows), exact)))
+    theirs = their_logits(both.theirs(torch.bfloat16), rows)
+    both.report("logits, bfloat16, transformers: distance", max(map(distance, theirs, exact)))
 
 
 def context(both: Compared) -> None:
@@ -376,11 +195,8 @@ def export(both: Compared) -> None:
 
 PARTS = {
     "logits": logits,
-    "gradients": gradients,
     "perplexity": perplexities,
     "bfloat16": bfloat16,
-    "quantized": quantized,
-    "samples": samples,
     "context": context,
     "export": export,
 }

@@ -1,349 +1,665 @@
-"""The table of docs/scaling.md, from programs that XLA compiles for TPU slices that you do not have.
+"""Tables of docs/scaling.md, docs/lora.md and docs/vision.md: what fits which TPU slices and GPUs, from programs that
+XLA compiles for them.
 
-    pip install '.[tpu-aot]'
-    python scripts/scaling/scaling.py                 # compiles the missing rows; half a minute each
-    python scripts/scaling/scaling.py --only 1b:ppo:v5e:4x4 # one row
-    python scripts/scaling/scaling.py --weak          # weak scaling: v5p from 8 to 4,096 chips
-    python scripts/scaling/scaling.py --print         # prints the finished rows; also with --weak
+    pip install '.[tpu-aot]' '.[gpu-aot]' '.[int8]' '.[vision]'
+    python scripts/scaling/scaling.py                                   # compiles what is missing, writes the pages
+    python scripts/scaling/scaling.py --tables gpus_ppo gpus_rloo       # these tables
+    python scripts/scaling/scaling.py --only Qwen2.5-0.5B Gemma-3-1b    # these models, or shipped configs
+    python scripts/scaling/scaling.py --tables gpus_rloo cards --kinds h100 24gb    # these kinds of devices
+    python scripts/scaling/scaling.py --print                           # prints the tables without compiling
 
-No weights are created. An update has 512 responses of 53 tokens to prompts of 512, 4 epochs per batch, bfloat16, and
-rematerialized layers; RLOO has 4 responses per prompt. FLOPs are counted in the traced program and divided by the
-number of chips. Bytes of memory and bytes sent between chips come from the text of the compiled program
-(rlhf_jax/dry_run/hlo.py). Code generation, which is most of a compilation and changes none of this, is left out
-(rlhf_jax/dry_run/compiling.py).
+TABLES lists the tables. `cards` has the largest model of each family that one GPU trains, `shipped` the peak of each
+program of the shipped configs on the GPUs that they are for, the others the smallest slice or number of GPUs for each
+model. A dry run prints the same peaks. Models are shapes: config.json fields in models.json, or a Pythia size.
+
+Where the models, the cache and the sampler's weights alone are too large, nothing is compiled. Updates come first, half
+a minute each, then generation, minutes each, because it has no loop over layers. Everything that was tried is kept in
+docs/scaling/TABLE.json (slices.json for several), so that an interrupted call resumes; delete a line to compile it
+again.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import itertools
 import json
-import multiprocessing
+import math
 import os
 import pathlib
+import re
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-sys.path.append(str(pathlib.Path(__file__).resolve().parents[1] / "bench"))
 
-import count_work  # noqa: E402
+import jax
 
 from rlhf_jax import UserError, data, models
-from rlhf_jax.config import PPOConfig, RLOOConfig
-from rlhf_jax.dry_run import hlo, memory, topologies
-from rlhf_jax.dry_run.compiling import Program
-from rlhf_jax.parallel import sharding
+from rlhf_jax.algorithms import response_logprobs
+from rlhf_jax.config import Pipeline, PolicyConfig, PPOConfig, RLOOConfig, StageConfig, files, stages_of
+from rlhf_jax.dry_run import hlo, in_processes, memory, topologies
 
-# (mesh, micro_batch_size, rollout_batch_size) of each size and slice.
-LAYOUTS: dict[str, dict[str, tuple[tuple[int, int, int], int, int]]] = {
-    "v5e:4x4": {
-        "1b": ((1, 16, 1), 256, 512),
-        "2.8b": ((1, 8, 2), 64, 128),
-        "6.9b": ((1, 4, 4), 16, 64),
-        "12b": ((1, 2, 8), 16, 64),
-    },
-    "v5e:16x16": {
-        "1b": ((2, 32, 4), 512, 512),
-        "2.8b": ((2, 32, 4), 256, 512),
-        "6.9b": ((1, 32, 8), 128, 512),
-        "12b": ((1, 32, 8), 64, 512),
-    },
-    "v5p:2x2x2": {
-        "1b": ((1, 8, 1), 256, 512),
-        "2.8b": ((1, 8, 1), 128, 512),
-        "6.9b": ((1, 8, 1), 64, 256),
-        "12b": ((1, 4, 2), 32, 128),
-    },
-    "v5p:4x4x8": {
-        "1b": ((4, 32, 1), 512, 512),
-        "2.8b": ((4, 32, 1), 512, 512),
-        "6.9b": ((2, 64, 1), 512, 512),
-        "12b": ((1, 64, 2), 512, 512),
-    },
+GIB, MIB = 2**30, 2**20
+DOCS = pathlib.Path(__file__).resolve().parents[2] / "docs"
+SHAPES = json.loads(pathlib.Path(__file__).with_name("models.json").read_text())
+IMAGE_MODELS = tuple(name for name, shape in SHAPES.items() if "image_processor" in shape)
+ONLY_SHIPPED = ("Llama-3.2-3B", "SmolVLM-500M")  # in no other table
+TEXT_MODELS = tuple(name for name in SHAPES if name not in (*IMAGE_MODELS, *ONLY_SHIPPED))
+V5E = ("v5e:1x1", "v5e:2x2", "v5e:2x4", "v5e:4x4", "v5e:4x8", "v5e:8x8", "v5e:8x16", "v5e:16x16")
+V5P = ("v5p:2x2x1", "v5p:2x2x2", "v5p:2x2x4", "v5p:2x4x4", "v5p:4x4x4")
+# Of each kind of GPU: one if it suffices, else the smallest number; the same of machines of eight.
+GPUS = tuple(
+    tuple(f"{card}:{count}" for count in counts)
+    for card in ("a100", "h100", "h200")
+    for counts in (("1", "2", "4"), ("8", "8x2", "8x4", "8x8"))
+)
+# (the GPU to compile for, bytes of memory) of one card: RTX 3090 and 4090, RTX A6000, A100 and H100.
+CARDS = {
+    "24gb": ("a6000:1", 24 * GIB),
+    "48gb": ("a6000:1", topologies.GPUS["a6000"].memory),
+    "80gb": ("a100:1", topologies.GPUS["a100"].memory),
 }
-# Larger slices to try, in order, if one is too small.
-LARGER = {"v5e": ("4x8", "8x8", "8x16", "16x16"), "v5p": ("2x2x4", "2x4x4", "4x4x4", "4x4x8")}
-# bfloat16 FLOP/s, memory bytes/s, bytes/s of all links of a chip: cloud.google.com/tpu/docs/v5e and v5p.
-PEAKS = {"v5e": (197e12, 819e9, 200e9), "v5p": (459e12, 2765e9, 600e9)}
-# v5p slices and their mesh; rows grow with `data`.
-WEAK = {
-    "v5p:2x2x2": (1, 8, 1),
-    "v5p:4x4x4": (8, 8, 1),
-    "v5p:8x8x8": (64, 8, 1),
-    "v5p:16x16x16": (512, 8, 1),
+# Sampling gathers the policy's bfloat16 weights over `fsdp`: where they leave a v5e no room, `tensor` shards them.
+TENSOR = {("v5e", "Qwen3-4B"): 4, ("v5e", "Qwen2.5-7B"): 4, ("v5e", "Llama-3.1-8B"): 4, ("v5e", "6.9b"): 4}
+PROGRAMS = ("update", "generate")  # log-probabilities and values need less memory than generation
+LORA = {"use_peft": True, "lora_target_modules": ("all-linear",), "lora_dropout": 0.0}
+SHARED_LORA = {**LORA, "lora_value": "shared"}
+
+# --- configs
+
+
+def checkpoint(model: str, folder: str) -> str:
+    """A folder with the config.json of a model and the built-in tokenizer, which is all that a dry run reads."""
+    shape = SHAPES.get(model) or {"config": models.pythia(model).to_hf_config("scalar")}
+    path, processor = pathlib.Path(folder, model), shape.get("image_processor")
+    path.mkdir(exist_ok=True)
+    (path / "config.json").write_text(json.dumps(shape["config"]))
+    if processor is not None:
+        (path / "preprocessor_config.json").write_text(json.dumps(processor))
+    data.save_tokenizer(data.load_tokenizer("synthetic" if processor is None else "shapes"), str(path))
+    return str(path)
+
+
+SAME = {
+    "query_length": 512,
+    "length_buckets": (512,),
+    "stop_token": "eos",
+    "batch_size": 512,
+    "dtype": "bfloat16",
+    "gradient_checkpointing": True,
+    "total_episodes": 1_000_000,
 }
-# Programs of an update that are compiled; log-probabilities and values need less memory than generation.
-PROGRAMS = ("generate", "update")
-GIB = 2**30
-ROWS = pathlib.Path(__file__).resolve().parents[2] / "docs" / "scaling"
+"""Options of every row: 512 responses to prompts of 512 tokens, each layer computed again in the backward pass."""
 
 
-def checkpoint(size: str, folder: str) -> str:
-    """A folder with the config.json of a Pythia and a tokenizer."""
-    return count_work.planned_checkpoint(
-        models.pythia(size), data.load_tokenizer("synthetic"), pathlib.Path(folder, size)
+def ppo_config(path: str, micro: int, rollout: int) -> PPOConfig:
+    """Responses of 53 tokens and a reward model of the policy's size, 4 epochs."""
+    return PPOConfig(
+        sft_model_path=path,
+        reward_model_path=path,
+        reward_input="ids",
+        response_length=53,
+        temperature=0.7,
+        micro_batch_size=micro,
+        rollout_batch_size=rollout,
+        num_mini_batches=1,
+        num_ppo_epochs=4,
+        **SAME,
     )
 
 
-def config_of(algo: str, path: str, mesh: tuple[int, int, int], micro: int, rollout: int, batch: int = 512):
-    """The config of a row."""
-    shared = {
-        "sft_model_path": path,
-        "reward_model_path": path,
-        "reward_input": "ids",
-        "query_length": 512,
-        "length_buckets": (512,),
-        "response_length": 53,
-        "temperature": 0.7,
-        "stop_token": "eos",
-        "batch_size": batch,
-        "micro_batch_size": micro,
-        "rollout_batch_size": rollout,
-        "num_mini_batches": 1,
-        "dtype": "bfloat16",
-        "gradient_checkpointing": True,
-        "total_episodes": 1_000_000,
-        **dict(zip(("mesh_data", "mesh_fsdp", "mesh_tensor"), mesh)),
-    }
-    if algo == "ppo":
-        return PPOConfig(**shared, num_ppo_epochs=4)
-    return RLOOConfig(**shared, num_generations=4, num_iterations=4)
+def slice_ppo_config(path: str, shards: int) -> PPOConfig:
+    """Small micro-batches, as where memory is scarce."""
+    return ppo_config(path, max(16, shards), max(64, shards))
 
 
-def measure(program: str, algo: str, size: str, topology: str, layout: tuple, batch: int = 512) -> dict:
-    """One row with one of its programs, compiled and counted."""
-    mesh, micro, rollout = layout
-    with tempfile.TemporaryDirectory() as folder:
-        config = config_of(algo, checkpoint(size, folder), mesh, micro, rollout, batch)
-        devices = topologies.topology_devices(topology)
-        stage = memory.abstract_stage(config, sharding.make_mesh(*mesh, devices=devices))
-        limit = topologies.capacity(devices[0])
-        row: dict[str, Any] = {
-            "algo": algo,
-            "size": size,
-            "topology": topology,
-            "mesh": mesh,
-            "micro": micro,
-            "rollout": rollout,
-            "batch": batch,
-            "limit": limit,
-            "parts": memory.resident_bytes(stage),
-            "cache": memory.cache_bytes(stage),
-            "programs": {},
-        }
-
-        def add(program: Program) -> None:
-            row["programs"][program.name] = count(program, len(devices), config.response_length)
-            print(f"  {program.name}: {program.seconds:.0f} s, peak {program.peak / GIB:.1f} GiB {program.refused}")
-            sys.stdout.flush()
-
-        memory.programs(stage, add, (program,))
-    return row
+def gpu_ppo_config(path: str, shards: int) -> PPOConfig:
+    """A GPU has 8 rows of a micro-batch and samples 32 at a time."""
+    return ppo_config(path, min(8 * shards, 512), min(32 * shards, 512))
 
 
-def count(program: Program, chips: int, steps: int) -> dict[str, Any]:
-    """What a chip holds, computes, moves and sends in one run of a program; for decoding also in one step."""
-    row: dict[str, Any] = {
-        "peak": program.peak,
-        "own": program.temporary + program.outputs - program.aliased,
-        "refused": program.refused,
-        "seconds": program.seconds,
-        **work(program, chips, steps - 1),
-    }
-    if program.name == "generate":
-        one, none = work(program, chips, 1), work(program, chips, 0)
-        row["step"] = {name: one[name] - none[name] for name in one}
-    return row
+def rloo_config(path: str, shards: int) -> RLOOConfig:
+    """Responses of 1,024 tokens, 4 to a prompt, which are a micro-batch of each device; reward functions."""
+    return RLOOConfig(
+        sft_model_path=path,
+        reward_model_path=None,
+        response_length=1024,
+        num_generations=4,
+        micro_batch_size=4 * shards,
+        rollout_batch_size=max(32, 4 * shards),
+        **SAME,
+    )
 
 
-def work(program: Program, chips: int, turns: int) -> dict[str, float]:
-    """FLOPs, bytes of memory and bytes sent per chip, with `turns` iterations of the decode loop."""
-    flops = count_work.count(program.traced.jaxpr.jaxpr, [1.0], turns).flops / chips
-    if program.refused:
-        return {"flops": flops}
-    sent = sum(c.sent * c.times for c in hlo.collectives(program.text, turns))
-    return {"flops": flops, "moved": hlo.traffic(program.text, turns), "sent": sent}
-
-
-def bound(done: dict[str, float], topology: str) -> tuple[float, str]:
-    """Lower bound in seconds by the roofline, and the resource that sets it."""
-    peaks = PEAKS[topology.split(":")[0]]
-    times = {name: done.get(name, 0.0) / peak for name, peak in zip(("flops", "moved", "sent"), peaks)}
-    longest = max(times, key=times.get)
-    return times[longest], {"flops": "FLOPs", "moved": "memory", "sent": "links"}[longest]
+def images_config(path: str, shards: int) -> RLOOConfig:
+    """An image of 17 tiles a prompt, 2,048 + 1,024 tokens, 64 responses, 2 to a prompt, as `rloo_smolvlm.py`."""
+    return dataclasses.replace(
+        rloo_config(path, shards),
+        query_length=2048,
+        length_buckets=(2048,),
+        batch_size=64,
+        num_generations=2,
+        micro_batch_size=2 * shards,
+        rollout_batch_size=max(16, 2 * shards),
+    )
 
 
 # --- rows on disk
 
 
-def stored(folder: pathlib.Path, name: str) -> dict | None:
-    """A row that an earlier call wrote; None: there is none."""
-    path = folder / f"{name.replace(':', '_')}.json"
-    return json.loads(path.read_text()) if path.exists() else None
+def read(path: pathlib.Path) -> dict[str, dict]:
+    """What was tried, by name."""
+    return json.loads(path.read_text()) if path.exists() else {}
 
 
-def fill(folder: pathlib.Path, name: str, make: Callable[..., dict], *args: Any) -> dict:
-    """The row on disk, or else `make(program, *args)` for all PROGRAMS, which is written to disk.
+def keep(path: pathlib.Path, name: str, row: dict) -> None:
+    """Adds a row, atomically; a line each, so that changes are easy to read."""
+    rows = {**read(path), name: row}
+    lines = ",\n".join(f"{json.dumps(name)}: {json.dumps(rows[name])}" for name in sorted(rows))
+    part = path.with_suffix(".part")
+    part.write_text(f"{{\n{lines}\n}}\n")
+    part.rename(path)
 
-    Each runs in a process of its own, since libtpu compiles one program at a time.
+
+def fill(
+    path: pathlib.Path,
+    name: str,
+    programs: Sequence[str],
+    make: Callable[[str], StageConfig],
+    size: int | None = None,
+) -> dict:
+    """The row on disk, with those of `programs` that it lacks, compiled up to the first that does not fit.
+
+    Args:
+      path: of the rows.
+      name: of the row.
+      programs: to compile.
+      make: folder for checkpoints -> the config, with a topology.
+      size: bytes of a GPU's memory that the topology does not say.
     """
-    if (row := stored(folder, name)) is None:
-        print(name, flush=True)
-        rows = [in_process(make, program, *args) for program in PROGRAMS]
-        programs = {key: program for row in rows for key, program in row["programs"].items()}
-        peak = max([sum(rows[0]["parts"].values()), *(program["peak"] for program in programs.values())])
-        fits = peak <= rows[0]["limit"] and not any(program["refused"] for program in programs.values())
-        keep(folder, name, row := {**rows[0], "programs": programs, "peak": peak, "fits": fits})
+    row = read(path).get(name)
+    if row is not None and (not row["fits"] or set(programs) <= set(row["programs"])):
+        return row
+    print(name, flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        config = make(folder)
+        row = row or without_programs(config, size)
+        for program in programs:
+            if row["fits"] and program not in row["programs"]:
+                add_program(row, config, program)
+    keep(path, name, row)
     return row
 
 
-def keep(folder: pathlib.Path, name: str, row: dict) -> None:
-    """Writes a row atomically."""
-    part = folder / f"{name.replace(':', '_')}.part"
-    part.write_text(json.dumps(row, indent=1) + "\n")
-    part.rename(part.with_suffix(".json"))
+def add_program(row: dict, config: StageConfig, name: str) -> None:
+    """Compiles a program in a process of its own, and adds it to the row; None: the stage has none of the name."""
+    row["programs"][name] = None
+    if (program := in_processes.in_process(config, name)) is not None:
+        row["programs"][name] = entry = {"peak": program.peak, "refused": program.refused}
+        entry |= {"seconds": round(program.seconds)}
+        if program.dumped_text:
+            entry["largest"] = hlo.largest_array(program.dumped_text)
+        row["peak"] = max(row["peak"], program.peak)
+        row["fits"] = row["peak"] <= row["limit"] and not program.refused
+        print(f"  {name}: {entry['seconds']} s, peak {program.peak / GIB:.1f} GiB {program.refused}", flush=True)
 
 
-def in_process(make: Callable[..., dict], *args: Any) -> dict:
-    """`make(*args)` in another process; the result comes through a file."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = pathlib.Path(folder, "row")
-        process = multiprocessing.get_context("spawn").Process(target=_write_and_exit, args=(path, make, args))
-        process.start()
-        process.join()
-        if not path.exists():
-            raise UserError(f"a process exited with code {process.exitcode} without a row; its output is above")
-        return json.loads(path.read_text())
+def without_programs(config: StageConfig, size: int | None = None) -> dict:
+    """A row without programs: what each device holds, and the least that it needs."""
+    stage = memory.abstract_stage(config, memory.stage_mesh(config))
+    devices, parts = stage.mesh.devices, memory.resident_bytes(stage)
+    limit = int(size * topologies.preallocated()) if size else topologies.capacity(devices.flat[0])
+    row: dict[str, Any] = {"topology": config.topology, "chips": devices.size, "mesh": devices.shape, "limit": limit}
+    row |= {"parts": parts, "held": sum(parts.values()), "programs": {}}
+    row["peak"] = row["held"]
+    if isinstance(config, PolicyConfig):
+        row |= {"micro": config.micro_batch_size, "cache": memory.cache_bytes(stage)}
+        row["logits"] = logits(stage.opened.policy, stage.config.micro_batch_size, config.response_length)
+        row["peak"] = row["least"] = row["held"] + row["cache"] + sampler_bytes(stage)
+    return row | {"fits": row["peak"] <= limit}
 
 
-def _write_and_exit(path: pathlib.Path, make: Callable[..., dict], args: tuple) -> None:
-    path.write_text(json.dumps(make(*args)))
-    sys.stdout.flush()
-    os._exit(0)  # ends the compiler, which would still generate machine code
+def sampler_bytes(stage: Any) -> int:
+    """Bytes a device of the sampler's own weights, in bfloat16 and gathered over `fsdp`; with adapters those of the
+    layers, which are merged, since the others may be the base's."""
+    base = stage.models.base
+    params = stage.state.params["policy"] if base is None else base["policy"]["backbone"]["layers"]
+    return 2 * sum(x.size for x in jax.tree.leaves(params)) // stage.mesh.shape["tensor"]
 
 
-def names() -> list[tuple[str, str, str]]:
-    """(size, algorithm, topology) of the table's rows, smallest models first."""
-    sizes = ("1b", "2.8b", "6.9b", "12b")
-    return [(size, algo, topology) for size in sizes for algo in ("ppo", "rloo") for topology in LAYOUTS]
+def logits(model: models.Model, rows: int, positions: int) -> dict[str, int]:
+    """Bytes a device of the float32 logits of a micro-batch, and of the block that is computed at a time."""
+    chunk, block = response_logprobs.logit_block(rows, positions, model)
+    entry = 4 * model.config.vocab_size / model.layout.mesh.size
+    return {"whole": int(rows * positions * entry), "block": int(chunk * block * entry)}
 
 
-def smallest(algo: str, size: str, topology: str, folder: pathlib.Path) -> str | None:
-    """The smallest larger slice of the same kind on which the row fits; compiles each in turn."""
-    kind = topology.split(":")[0]
-    chips = len(topologies.topology_devices(topology))
-    for shape in LARGER[kind]:
-        larger = f"{kind}:{shape}"
-        count = len(topologies.topology_devices(larger))
-        if count <= chips:
-            continue
-        (_, _, tensor), micro, rollout = LAYOUTS[topology][size]
-        split = min(count // tensor, 128 // tensor)
-        layout = (count // tensor // split, split, tensor), max(micro, count // tensor), max(rollout, count // tensor)
-        row = fill(folder, f"{size}:{algo}:{larger}", measure, algo, size, larger, layout)
-        if row["fits"]:
-            return larger
-    return None
+# --- the smallest slice of each model
+
+
+@dataclasses.dataclass(frozen=True)
+class Smallest:
+    """A table of a page: models, ways to train each, and the kinds of slices to find the smallest of."""
+
+    name: str
+    page: str
+    models: tuple[str, ...]
+    ways: dict[str, dict[str, Any]]
+    """Options of each way."""
+    kinds: tuple[tuple[str, ...], ...]
+    """Slices of each kind, from small to large."""
+    config: Callable[[str, int], Any]
+    """(checkpoint, shards of rows) -> config."""
+    head: str
+    line: Callable[[str, str, list[dict | None]], str]
+    """(model, way, the row of each kind) -> Markdown."""
+    file: str = "slices.json"
+
+    def searches(self) -> Iterator[tuple[str, str, tuple[str, ...]]]:
+        """(model, kind of devices, names of the rows to try until one fits)"""
+        for model, way, slices in itertools.product(self.models, self.ways, self.kinds):
+            yield model, slices[0].split(":")[0], tuple(f"{self.name}:{model}:{way}:{topology}" for topology in slices)
+
+    def try_one(self, path: pathlib.Path, name: str, programs: Sequence[str]) -> bool:
+        """Whether the model fits the slice of a row."""
+        model, way, topology = name.split(":", 3)[1:]
+        chips = math.prod(map(int, topology.split(":")[1].split("x")))
+        tensor = min(TENSOR.get((topology.split(":")[0], model), 1), chips)
+        mesh = {"mesh_fsdp": chips // tensor, "mesh_tensor": tensor, "topology": topology}
+
+        def make(folder: str) -> StageConfig:
+            config = self.config(checkpoint(model, folder), chips // tensor)
+            return dataclasses.replace(config, **mesh, **self.ways[way])
+
+        return fill(path, name, programs, make)["fits"]
+
+    def best(self, rows: dict[str, dict], model: str, way: str) -> list[dict | None]:
+        """Of each kind of slice the smallest that fits, else the largest that was tried; None: none was."""
+        smallest = []
+        for slices in self.kinds:
+            names = [f"{self.name}:{model}:{way}:{topology}" for topology in slices]
+            tried = [rows[name] for name in names if name in rows]
+            smallest.append(next((row for row in tried if row["fits"]), tried[-1] if tried else None))
+        return smallest
+
+    def lines(self, rows: dict[str, dict]) -> list[str]:
+        """The finished rows as Markdown."""
+        lines, missing = [self.head, "|" + "---|" * (self.head.count("|") - 1)], []
+        for model, way in itertools.product(self.models, self.ways):
+            if any(smallest := self.best(rows, model, way)):
+                lines.append(self.line(model, way, smallest))
+            else:
+                missing.append(f"{model} ({way})")
+        return [*lines, "", f"Not compiled: {', '.join(missing)}."] if missing else lines
+
+
+def _peaks(row: dict) -> tuple[str, str]:
+    """GiB of generation, or its lower bound where it was not compiled, and of the update."""
+    update, generate = (row["programs"].get(program) for program in PROGRAMS)
+    sampling = f"{generate['peak'] / GIB:.1f}" if generate else f"at least {row['least'] / GIB:.1f}"
+    return sampling, f"{update['peak'] / GIB:.1f}"
+
+
+def for_each_kind(line: Callable[[str, str, dict], str]) -> Callable[[str, str, list[dict | None]], str]:
+    """A line for each kind of slice."""
+    return lambda model, way, found: "\n".join(line(model, way, row) for row in found if row)
+
+
+@for_each_kind
+def rloo_line(model: str, way: str, row: dict) -> str:
+    """With the logits and the largest array."""
+    held = [sum(row["parts"].values()), row["cache"]]
+    head = f"| {model} | {SHAPES[model]['config']['vocab_size']:,} | {way} "
+    if not row["fits"]:
+        return f"{head}| larger than {row['topology']} |" + " |" * 10
+    sizes = " | ".join([*(f"{size / GIB:.1f}" for size in held), *_peaks(row)])
+    where = f"{row['topology']} | {'x'.join(map(str, row['mesh']))} | {row['micro']}"
+    block = f"{row['logits']['whole'] / MIB:,.0f} | {row['logits']['block'] / MIB:.0f}"
+    size, kind = row["programs"]["update"]["largest"]
+    kind = re.sub(r"\{.*", "", kind.split()[-1])
+    return f"{head}| {where} | {sizes} | {row['limit'] / GIB:.4g} | {block} | {size / MIB:,.0f}, `{kind}` |"
+
+
+def adapters_line(model: str, way: str, found: list[dict | None]) -> str:
+    """GiB of each part, over all chips, and the slice."""
+    (row,) = found
+    parts = {name: count * row["chips"] / GIB for name, count in row["parts"].items()}
+    names = ("policy", "value", "optimizer", "base", "reference", "reward")
+    cells = [f"{parts[name]:.1f}" if name in parts else "" for name in names]
+    where = f"{row['topology']} | {row['chips']} | {row['peak'] / GIB:.1f} GiB"
+    where = where if row["fits"] else "none tried fits | | "
+    return f"| {model} | {way} | {' | '.join(cells)} | {sum(parts.values()):.1f} | {where} |"
+
+
+@for_each_kind
+def images_line(model: str, way: str, row: dict) -> str:
+    """With the peaks."""
+    head = f"| {model} | {way} "
+    if not row["fits"]:
+        return f"{head}| larger than {row['topology']} |" + " |" * 7
+    held = f"{sum(row['parts'].values()) / GIB:.1f} | {row['cache'] / GIB:.1f}"
+    where = f"{row['topology']} | {'x'.join(map(str, row['mesh']))} | {row['micro']}"
+    return f"{head}| {where} | {held} | {' | '.join(_peaks(row))} | {row['limit'] / GIB:.4g} |"
+
+
+GPUS_HEAD = "| model | trained | GPUs | rows | models | cache | generation | update | of |"
+
+
+def gpus_line(model: str, way: str, found: list[dict | None]) -> str:
+    """A line for one GPU and one for eight of each kind."""
+    lines = []
+    for single, machine in zip(found[::2], found[1::2], strict=True):
+        larger = machine if machine is not None and machine["fits"] else None
+        if single is not None:
+            lines.append(_gpus_line(model, way, single, 1, larger))
+        if machine is not None:
+            lines.append(_gpus_line(model, way, machine, 8, None))
+    return "\n".join(lines)
+
+
+def _gpus_line(model: str, way: str, row: dict, count: int, larger: dict | None) -> str:
+    """Of the smallest number of GPUs that fits, from `count` on; else what `count` would need."""
+    card = row["topology"].split(":")[0]
+    head = f"| {model} | {way} | {card}:{count} "
+    smallest = row if row["fits"] else larger
+    if row["fits"] and row["chips"] == count:
+        sizes = [sum(row["parts"].values()), row["cache"]]
+        held = " | ".join(f"{size / GIB:.1f}" for size in sizes)
+        return f"{head}| {row['micro']} | {held} | {' | '.join(_peaks(row))} | {row['limit'] / GIB:.1f} |"
+    fits = f"fits {smallest['topology']}" if smallest is not None else "fits none that was tried"
+    return f"{head}| | | | | **too much** | {row['limit'] / GIB:.1f}; {fits} |"
+
+
+# --- the largest model of a card
+
+
+@dataclasses.dataclass(frozen=True)
+class Largest:
+    """The largest model of each family that one GPU trains, by way to train."""
+
+    families: dict[str, tuple[str, ...]]
+    """Models of each, from large to small."""
+    ways: dict[str, tuple[Callable[[str], Any], dict[str, Any]]]
+    """(checkpoint -> config, options) of each."""
+    name: str = "cards"
+    page: str = "scaling.md"
+    file: str = "cards.json"
+
+    def searches(self) -> Iterator[tuple[str, str, tuple[str, ...]]]:
+        """(family, card, names of the rows to try until one fits)"""
+        for way, card, (family, names) in itertools.product(self.ways, CARDS, self.families.items()):
+            yield family, card, tuple(f"{way}:{model}:{card}" for model in names)
+
+    def try_one(self, path: pathlib.Path, name: str, programs: Sequence[str]) -> bool:
+        """Whether the model fits the card of a row."""
+        way, model, card = name.split(":")
+        topology, size = CARDS[card]
+        if name not in (rows := read(path)) and (row := self.same_programs(rows, name)) is not None:
+            keep(path, name, row)
+        config, options = self.ways[way]
+        one = {**options, "topology": topology}
+        make = lambda folder: dataclasses.replace(config(checkpoint(model, folder)), **one)  # noqa: E731
+        return fill(path, name, programs, make, size)["fits"]
+
+    def same_programs(self, rows: dict[str, dict], name: str) -> dict | None:
+        """The row of a card from that of another whose programs are the same: they are compiled for one GPU."""
+        model, card = name.rsplit(":", 1)
+        topology, size = CARDS[card]
+        for other, (compiled_for, _) in CARDS.items():
+            row = rows.get(f"{model}:{other}")
+            if row is not None and compiled_for == topology and row["programs"]:
+                limit = int(size * topologies.preallocated())
+                return {**row, "limit": limit, "fits": row["peak"] <= limit}
+        return None
+
+    def lines(self, rows: dict[str, dict]) -> list[str]:
+        """The largest model of each family that fits, with its peak in GiB."""
+        heads = [f"{card.removesuffix('gb')} GB ({size * 0.75 / GIB:.1f} GiB)" for card, (_, size) in CARDS.items()]
+        lines = [f"| | family | {' | '.join(heads)} |", "|" + "---|" * (2 + len(CARDS))]
+        for way, (family, names) in itertools.product(self.ways, self.families.items()):
+            tried = [[(model, rows.get(f"{way}:{model}:{card}")) for model in names] for card in CARDS]
+            if any(cells := [largest_cell(card) for card in tried]):
+                lines.append(f"| {way} | {family} | {' | '.join(cells)} |")
+        return lines
+
+
+def largest_cell(tried: Sequence[tuple[str, dict | None]]) -> str:
+    """The first model that fits and its peak; none: not the smallest either; empty: not all were tried."""
+    complete = [(model, row) for model, row in tried if row and row["fits"] and set(row["programs"]) == set(PROGRAMS)]
+    fits = [f"{model}: {row['peak'] / GIB:.1f}" for model, row in complete]
+    return fits[0] if fits else "none" if all(row for _, row in tried) else ""
+
+
+# --- shipped configs
+
+
+@dataclasses.dataclass(frozen=True)
+class Shipped:
+    """The peak of each program of the shipped configs, of pipelines of their last stage."""
+
+    configs: dict[str, str]
+    """Of each config: devices, or the memory of one GPU."""
+    name: str = "shipped"
+    page: str = "scaling.md"
+    file: str = "shipped.json"
+
+    def searches(self) -> Iterator[tuple[str, str, tuple[str, ...]]]:
+        """(config, devices, its row)"""
+        for name, where in self.configs.items():
+            yield name, where.split(":")[0], (name,)
+
+    def try_one(self, path: pathlib.Path, name: str, programs: Sequence[str]) -> bool:
+        """Compiles all programs of a config."""
+        size = CARDS.get(self.configs[name], ("", None))[1]
+        return fill(path, name, in_processes.OF_ROLLOUTS, lambda folder: self.config(name, folder), size)["fits"]
+
+    def config(self, name: str, folder: str) -> StageConfig:
+        """A shipped config on its devices, with folders of shapes in place of its models."""
+        config, exported = files.load_config(f"{files.config_folder()}/{name}"), None
+        if isinstance(config, Pipeline):  # what earlier stages export has the shape of the model that SFT starts from
+            exported, config = config.sft.model_name_or_path, [*stages_of(config).values()][-1]
+        topology = CARDS.get(self.configs[name], (self.configs[name], None))[0]
+        changed = {"topology": topology}
+        for field in ("model_name_or_path", "sft_model_path", "reward_model_path"):
+            if (path := getattr(config, field, None)) is not None:
+                changed[field] = checkpoint(shape_of(exported or path), folder)
+        return dataclasses.replace(config, **changed)
+
+    def lines(self, rows: dict[str, dict]) -> list[str]:
+        """The finished rows as Markdown."""
+        heads = [{"experience": "log-probabilities and values"}.get(name, name) for name in in_processes.OF_ROLLOUTS]
+        lines = [f"| config | GPUs | held | {' | '.join(heads)} | of |", "|" + "---|" * (4 + len(heads))]
+        for name, where in self.configs.items():
+            if (row := rows.get(name)) is not None:
+                programs = [row["programs"].get(program) for program in in_processes.OF_ROLLOUTS]
+                peaks = [f"{program['peak'] / GIB:.1f}" if program else "" for program in programs]
+                sizes = [f"{row['held'] / GIB:.1f}", *peaks, f"{row['limit'] / GIB:.1f}"]
+                lines.append(f"| `{name}` | {where.replace('gb', ' GB')} | {' | '.join(sizes)} |")
+        return lines
+
+
+def shape_of(name: str) -> str:
+    """The Pythia size, or the entry of models.json, that a shipped config's model has."""
+    if pythia := re.search(r"(?:pythia-|tldr_(?:sft|reward)_)([\d.]+[bm])", name):
+        return pythia[1]
+    model = re.sub(r"^Skywork-Reward-V2-|-Instruct$", "", name.split("/")[-1]).replace("SmolVLM2", "SmolVLM")
+    if model not in SHAPES:
+        raise UserError(f"{name}: models.json has no shape of it")
+    return model
 
 
 # --- tables
 
+SMALLEST = (
+    Smallest(
+        name="rloo",
+        page="scaling.md",
+        models=TEXT_MODELS,
+        ways={"full": {}, "LoRA": LORA},
+        kinds=(V5E, V5P),
+        config=rloo_config,
+        head="| model | vocabulary | trained | slice | mesh | rows | models | cache | generation | update | of "
+        "| logits | block | largest array of the update |",
+        line=rloo_line,
+    ),
+    Smallest(
+        name="gpus_ppo",
+        page="scaling.md",
+        models=("70m", "160m", "410m", "1b", "1.4b", "2.8b", "6.9b", "12b"),
+        ways={"full": {}},
+        kinds=GPUS,
+        config=gpu_ppo_config,
+        head=GPUS_HEAD,
+        line=gpus_line,
+    ),
+    Smallest(
+        name="gpus_rloo",
+        page="scaling.md",
+        models=TEXT_MODELS,
+        ways={"full": {}, "LoRA": LORA},
+        kinds=GPUS,
+        config=rloo_config,
+        head=GPUS_HEAD,
+        line=gpus_line,
+    ),
+    Smallest(
+        name="images",
+        page="vision.md",
+        models=tuple(name for name in IMAGE_MODELS if name not in ONLY_SHIPPED),
+        ways={"full": {}, "LoRA": {**LORA, "lora_target_modules": ("q_proj", "v_proj")}},
+        kinds=(V5E, ("h100:1", "h100:2", "h100:4", "h100:8")),
+        config=images_config,
+        head="| model | trained | devices | mesh | rows | models | cache | generation | update | of |",
+        line=images_line,
+    ),
+    Smallest(
+        name="adapters",
+        page="lora.md",
+        models=("1b", "6.9b"),
+        ways={
+            "full": {},
+            "LoRA, value in full": {**LORA, "lora_value": "full"},
+            "LoRA, value on the reward model": {**LORA, "lora_value": "own"},
+            "LoRA, value on the policy's base": {**LORA, "lora_value": "shared"},
+            "LoRA, value on the policy's base, in int8": {**LORA, "lora_value": "shared", "load_in_8bit": True},
+            "LoRA, value on the policy's base, in 4 bits": {**LORA, "lora_value": "shared", "load_in_4bit": True},
+        },
+        kinds=(V5E,),
+        config=slice_ppo_config,
+        head="| model | trained | policy | value | moments | base | ref | reward | together | slice | chips "
+        "| peak a chip |",
+        line=adapters_line,
+    ),
+)
 
-def table(folder: pathlib.Path) -> list[str]:
-    """The finished rows as Markdown."""
-    lines = [
-        "| model | | slice | mesh | rows a pass | trained | moments | frozen | cache | update's own | peak | of "
-        "| a token: GFLOP, MiB moved, at least | an update: TFLOP, GiB moved, GiB sent, at least |",
-        "|" + "---|" * 14,
-    ]
-    missing = 0
-    for size, algo, topology in names():
-        row = stored(folder, f"{size}:{algo}:{topology}")
-        if row is None:
-            missing += 1
-            continue
-        lines.append(line(row))
-    if missing:
-        lines += ["", f"{missing} of {len(names())} rows are missing."]
-    return lines
+FAMILIES = {
+    "Pythia": ("12b", "6.9b", "2.8b", "1.4b", "1b", "410m", "160m", "70m"),
+    "Qwen2.5": ("Qwen2.5-7B", "Qwen2.5-1.5B", "Qwen2.5-0.5B"),
+    "Qwen3": ("Qwen3-4B", "Qwen3-0.6B"),
+    "Llama 3": ("Llama-3.1-8B", "Llama-3.2-1B"),
+    "Gemma 3": ("Gemma-3-1b", "Gemma-3-270m"),
+    "SmolLM2": ("SmolLM2-135M",),
+}
 
 
-def line(row: dict) -> str:
-    """One row of the table."""
-    parts, programs = row["parts"], row["programs"]
-    trained = sum(parts.get(role, 0) for role in ("policy", "value"))
-    frozen = sum(size for name, size in parts.items() if name not in ("policy", "value", "optimizer"))
-    held = [trained, parts["optimizer"], frozen, row["cache"], programs.get("update", {}).get("own", 0)]
-    mesh = "x".join(map(str, row["mesh"]))
-    head = f"| {row['size']} | {row['algo'].upper()} | {row['topology']} | {mesh} | {row['micro']} | "
-    head += " | ".join(f"{size / GIB:.1f}" for size in held)
-    limit = f"{row['limit'] / GIB:.4g}"
-    if not row["fits"]:
-        said = "; ".join(f"{name} {p['refused']}" for name, p in programs.items() if p["refused"])
-        larger = f"fits {row['smallest']}" if row.get("smallest") else "larger ones not tried"
-        peak = said or f"{row['peak'] / GIB:.1f}"
-        return f"{head} | **too much**: {peak} | {limit} | {larger} | |"
-    step, update = programs["generate"]["step"], programs["update"]
-    (decode, why), (learn, reason) = bound(step, row["topology"]), bound(update, row["topology"])
-    token = f"{step['flops'] / 1e9:.1f}, {step['moved'] / 2**20:.0f}, {decode * 1e3:.1f} ms ({why})"
-    whole = f"{update['flops'] / 1e12:.0f}, {update['moved'] / GIB:.0f}, {update['sent'] / GIB:.1f}"
-    return f"{head} | {row['peak'] / GIB:.1f} | {limit} | {token} | {whole}, {learn:.1f} s ({reason}) |"
+def card_ppo(path: str) -> PPOConfig:
+    """Micro-batches of 4 rows, 16 sampled at a time."""
+    return ppo_config(path, 4, 16)
 
 
-def weak_table(folder: pathlib.Path) -> list[str]:
-    """Weak scaling as Markdown."""
-    lines = [
-        "| slice | chips | mesh | responses | program | FLOPs | memory moved | sent | bound |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
-    for topology, mesh in WEAK.items():
-        row = stored(folder, f"weak:{topology}")
-        if row is None:
-            continue
-        chips = mesh[0] * mesh[1] * mesh[2]
-        for name, program in row["programs"].items():
-            seconds, why = bound(program, topology)
-            head = f"| {topology} | {chips:,} | {'x'.join(map(str, mesh))} | {row['batch']:,} | {name} "
-            done = f"| {program['flops'] / 1e12:.2f} T | {program['moved'] / GIB:.2f} GiB "
-            lines.append(f"{head}{done}| {program['sent'] / GIB:.3f} GiB | {seconds:.3f} s ({why}) |")
-    return lines
+def card_rloo(path: str) -> RLOOConfig:
+    """Micro-batches of 4 rows, 16 sampled at a time."""
+    return dataclasses.replace(rloo_config(path, 1), rollout_batch_size=16)
+
+
+WAYS: dict[str, tuple[Callable[[str], Any], dict[str, Any]]] = {
+    "PPO": (card_ppo, {}),
+    "PPO, LoRA": (card_ppo, SHARED_LORA),
+    "PPO, LoRA, int8": (card_ppo, {**SHARED_LORA, "load_in_8bit": True}),
+    "PPO, LoRA, 4 bits": (card_ppo, {**SHARED_LORA, "load_in_4bit": True}),
+    "RLOO": (card_rloo, {}),
+    "RLOO, LoRA": (card_rloo, LORA),
+    "RLOO, LoRA, 4 bits": (card_rloo, {**LORA, "load_in_4bit": True}),
+}
+
+# Of each shipped config: devices, or the memory of one GPU.
+SHIPPED_CONFIGS = {
+    **{f"tldr_sft.py:{size}": "h100:8" for size in ("1b", "2.8b", "6.9b", "12b")},
+    "tldr_sft.py:410m_24gb": "24gb",
+    **{f"tldr_reward.py:{size}": "h100:8" for size in ("1b", "2.8b", "6.9b", "12b")},
+    "tldr_reward.py:410m_24gb": "24gb",
+    **{f"tldr_ppo.py:{size}": "h100:8" for size in ("1b", "2.8b", "6.9b")},
+    "tldr_ppo.py:12b": "h100:8x2",
+    "tldr_ppo.py:410m_24gb": "24gb",
+    "tldr_ppo.py:1b_lora_24gb": "24gb",
+    "tldr_ppo.py:2.8b_lora_4bit_24gb": "24gb",
+    "tldr_ppo.py:2.8b_lora_48gb": "48gb",
+    "tldr_ppo.py:6.9b_lora_4bit_48gb": "48gb",
+    "tldr_ppo.py:6.9b_lora_80gb": "80gb",
+    "tldr_ppo_nplus.py": "h100:8",
+    **{f"tldr_smollm2.py:{variant}": "24gb" for variant in ("ppo", "rloo")},
+    **{f"tldr_rloo.py:{variant}": "h100:8" for variant in ("docs", "current", "2.8b", "6.9b")},
+    "tldr_rloo.py:12b": "h100:8x2",
+    **{f"tldr_rloo_paper.py:{variant}": "h100:8" for variant in ("k4", "k2")},
+    **{f"ppo_llama.py:{size}": "h100:8" for size in ("1b", "3b")},
+    "rloo_deepmath.py:0.5b": "h100:1",
+    **{f"rloo_deepmath.py:{size}": "h100:8" for size in ("1.5b", "7b")},
+    "rloo_deepmath.py:lora": "h100:1",
+    "rloo_deepmath.py:0.5b_24gb": "24gb",
+    "rloo_deepmath.py:1.5b_lora_24gb": "24gb",
+    "rloo_deepmath.py:1.5b_48gb": "48gb",
+    "rloo_deepmath.py:7b_lora_48gb": "48gb",
+    "grpo_deepmath.py:0.5b": "h100:1",
+    **{f"grpo_deepmath.py:{size}": "h100:8" for size in ("1.5b", "7b")},
+    "grpo_deepmath.py:lora": "h100:1",
+    "rloo_qwen3.py": "24gb",
+    **{f"rloo_smolvlm.py:{size}": "80gb" for size in ("256m", "500m", "2.2b")},
+}
+TABLES = {table.name: table for table in (*SMALLEST, Largest(FAMILIES, WAYS), Shipped(SHIPPED_CONFIGS))}
+
+
+def shown(page: str, table: str) -> list[str]:
+    """What is before, between and after a table's markers on a page."""
+    begin, end = f"<!-- slices: {table} -->\n", f"<!-- end of {table} -->"
+    before, rest = page.split(begin, 1)
+    between, after = rest.split(end, 1)
+    return [before + begin, between, end + after]
+
+
+def write_table(path: pathlib.Path, table: str, lines: Sequence[str]) -> None:
+    """Puts a table between its markers on a page."""
+    before, _, after = shown(path.read_text(), table)
+    path.write_text(before + "\n".join(lines) + "\n" + after)
 
 
 def main(argv: list[str] | None = None) -> int:
     """The command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", default=str(ROWS), help="folder of the rows, one JSON file each (docs/scaling)")
-    parser.add_argument("--only", nargs="+", default=[], help="rows to compile, as SIZE:ALGORITHM:SLICE")
-    parser.add_argument("--weak", action="store_true", help="weak scaling instead of the table")
+    parser.add_argument("--rows", type=pathlib.Path, default=DOCS / "scaling", help="folder of the rows")
+    parser.add_argument("--tables", nargs="+", default=list(TABLES), choices=list(TABLES), help="which tables")
+    parser.add_argument("--only", nargs="+", default=[], help="models, families of cards or shipped configs to compile")
+    parser.add_argument("--kinds", nargs="+", default=[], help="kinds of devices to compile for: v5e, h100, 24gb, ...")
     parser.add_argument("--print", action="store_true", help="print the finished rows without compiling")
-    parser.add_argument("--no_larger", action="store_true", help="do not search for the smallest slice that fits")
     options = parser.parse_args(argv)
-    folder = pathlib.Path(options.out)
-    folder.mkdir(parents=True, exist_ok=True)
+    tables = [TABLES[name] for name in options.tables]
     try:
-        known = [":".join(name) for name in names()]
-        if unknown := [name for name in options.only if name not in known]:
-            raise UserError(f"--only {unknown[0]}: no such row; rows: {' '.join(known)}")
-        if options.weak:
-            for topology, mesh in WEAK.items():
-                rows = 8 * mesh[0] * mesh[1]
-                layout = (mesh, rows, rows)
-                if not options.print:
-                    fill(folder, f"weak:{topology}", measure, "ppo", "1b", topology, layout, rows)
-            print("\n".join(weak_table(folder)))
-            return 0
-        for size, algo, topology in names():
-            name = f"{size}:{algo}:{topology}"
-            if options.print or (options.only and name not in options.only):
-                continue
-            layout = LAYOUTS[topology][size]
-            row = fill(folder, name, measure, algo, size, topology, layout)
-            if not row["fits"] and "smallest" not in row and not options.no_larger:
-                row["smallest"] = smallest(algo, size, topology, folder)
-                keep(folder, name, row)
-        print("\n".join(table(folder)))
+        for option, index in (("only", 0), ("kinds", 1)):
+            possible = sorted({search[index] for table in tables for search in table.searches()})
+            if unknown := sorted(set(getattr(options, option)) - set(possible)):
+                raise UserError(f"--{option} {unknown[0]}: not in these tables, which have {' '.join(possible)}")
+        for last, table in () if options.print else itertools.product(range(1, len(PROGRAMS) + 1), tables):
+            for model, kind, names in table.searches():
+                if model in (options.only or [model]) and kind in (options.kinds or [kind]):
+                    path = options.rows / table.file
+                    any(table.try_one(path, name, PROGRAMS[:last]) for name in names)  # until one fits
+        for table in tables:
+            lines = table.lines(read(options.rows / table.file))
+            if not options.print:
+                write_table(DOCS / table.page, table.name, lines)
+            print("\n".join(lines))
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

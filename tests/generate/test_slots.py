@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlhf_jax.generate import Decoding, Sampling
-from scripts.bench import rollouts_simulated
 from tests.helpers import decoding as dec
+from tests.helpers import slot_steps
 from tests.helpers.decoding import COLUMNS, GROUP, PROMPTS, ROWS, SAMPLING, TOKENS, VOCABULARY
 
 PLAIN = Decoding(block=1000)
@@ -76,10 +76,21 @@ def plain(case: Case):
     return out, steps
 
 
+def test_simulated_steps_are_those_by_hand():
+    # 2 slots with rows of 4, 1, 2 and 8 steps: one ends after a step, two after two more, the last after eight.
+    assert slot_steps.refill([5, 2, 3, 9], 2) == (1 + 2 + 8, 2 * 11)
+    assert slot_steps.refill([9, 5, 3, 2], 2) == (8, 16)
+    # 2 of 4 slots wait for each other: the two rows that end after 1 and 3 steps are replaced together.
+    assert slot_steps.refill([2, 4, 10, 10, 3, 3], 4, 0.5) == (9, 36)
+    assert slot_steps.refill([2, 4, 10, 10, 9, 1], 4, 0.25).steps == 1 + 8
+    # 16 slots for a step, 8 for nine more.
+    assert slot_steps.refill([2] * 8 + [11] * 8, 16, shrink=True) == (10, 16 + 9 * 8)
+
+
 def simulated(lengths, expected, decoding):
     order = np.argsort(-np.asarray(expected, np.float32), kind="stable")
     slots = decoding.slots or len(lengths)
-    return rollouts_simulated.refill(list(lengths[order]), slots, decoding.refill, decoding.shrink)
+    return slot_steps.refill(list(lengths[order]), slots, decoding.refill, decoding.shrink)
 
 
 @pytest.mark.parametrize("name", OPTIONS)

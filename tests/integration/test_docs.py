@@ -15,7 +15,8 @@ from tests.helpers.paths import ROOT
 
 sys.path.insert(0, str(ROOT / "scripts"))
 import options_page  # noqa: E402
-from docs_commands import FENCE, PAGES, STANDS_FOR, commands, programs, text_of  # noqa: E402
+
+from tests.helpers.docs_commands import FENCE, PAGES, STANDS_FOR, commands, programs, text_of  # noqa: E402
 
 
 def anchors(page: pathlib.Path) -> set[str]:

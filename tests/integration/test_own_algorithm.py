@@ -3,7 +3,6 @@
 import json
 import re
 import shutil
-import sys
 
 import pytest
 
@@ -13,10 +12,8 @@ from rlhf_jax.errors import UserError
 from rlhf_jax.evaluate import __main__ as evaluate
 from rlhf_jax.report import __main__ as report
 from rlhf_jax.stages import ALGORITHMS, SFTAlgorithm, policy_gradient_algorithm
+from tests.helpers import docs_commands
 from tests.helpers.paths import ROOT
-
-sys.path.insert(0, str(ROOT / "scripts"))
-import docs_commands  # noqa: E402
 
 
 def program(name: str) -> str:

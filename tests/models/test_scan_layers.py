@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import itertools
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -14,12 +13,8 @@ from rlhf_jax.models import attention, custom_shape, lora, scan_layers
 from rlhf_jax.models.decoder_context import ScoreFunction
 from tests.helpers.arrays import distance, normal, value_and_vjp
 from tests.helpers.attention import plain_causal
+from tests.helpers.matrix_products import count
 from tests.helpers.models_common import padded_rows, random_params
-from tests.helpers.paths import SCRIPTS
-
-sys.path.insert(0, str(SCRIPTS / "bench"))
-
-from count_work import count  # noqa: E402
 
 FORM = lora.Lora(r=3, dropout=0.0, target_modules=("query_key_value", "dense_4h_to_h"))
 

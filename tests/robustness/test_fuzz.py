@@ -1,5 +1,5 @@
 """Anything at all in the place of a config, a row, a checkpoint or a reward server's answer: it is read, or refused by
-an error that speaks to the user. `python scripts/fuzz.py --examples 10000` does the same at length."""
+an error that speaks to the user. With RLHF_JAX_FUZZ_EXAMPLES=10000 in the environment it does the same at length."""
 
 import asyncio
 import contextlib
@@ -29,7 +29,6 @@ from rlhf_jax.models.io import hf
 from rlhf_jax.rewards.interface import RewardFailure
 from rlhf_jax.rewards.server import RemoteReward
 from rlhf_jax.utils import text
-from tests.helpers.paths import SCRIPTS
 
 EXAMPLES = int(os.environ.get("RLHF_JAX_FUZZ_EXAMPLES", "60"))
 SECRET = 's3cret/"token'
@@ -430,9 +429,3 @@ def test_any_answer_of_a_reward_server_is_scores_or_a_failure_without_the_token(
         said = str(error)
         assert text.printable(said) == said and len(said) < 3000
         assert SECRET not in said and json.dumps(SECRET)[1:-1] not in said
-
-
-def test_the_full_run_can_be_asked_for():
-    """scripts/fuzz.py sets the number of examples by the variable that is read above."""
-    script = SCRIPTS / "fuzz.py"
-    assert "RLHF_JAX_FUZZ_EXAMPLES" in script.read_text()

@@ -4,15 +4,16 @@ import dataclasses
 import json
 import sys
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 from rlhf_jax import models
 from rlhf_jax.config import batch_sizes
 from rlhf_jax.config.check import check
 from rlhf_jax.errors import UserError
-from rlhf_jax.models.families.gpt_neox import PYTHIA_SHAPES
+from rlhf_jax.models.attention import QUERY_BLOCK
 from rlhf_jax.option import checked_types
-from rlhf_jax.parallel import peaks
 from rlhf_jax.stages.work import Shape
 from tests.helpers.paths import ROOT, SCRIPTS
 
@@ -23,7 +24,6 @@ import benchmark_case  # noqa: E402
 import benchmark_ours  # noqa: E402
 import benchmark_report  # noqa: E402
 import benchmark_trl  # noqa: E402
-import benchmark_work  # noqa: E402
 
 BOUNDS = ROOT / "tests" / "scripts" / "benchmark_bounds.json"
 SMALL = "--shape 2x128x4 --batch 8 --epochs 2 --query_length 64 --response_length 16 --updates 6 --pairs 1 --cores 1"
@@ -53,24 +53,18 @@ def test_small_case_is_not_slower_or_larger_beside_trl_than_its_bounds(capfd, mo
 
 
 @pytest.mark.benchmark
-def test_all_phases_of_rloo_are_timed_and_a_trace_is_written(tmp_path, capfd):
+def test_phases_of_rloo_are_timed_and_a_trace_is_written(tmp_path, capfd):
     words = "--algo rloo --shape 1x16x2 --batch 4 --num_generations 2 --epochs 1 --query_length 48 --response_length 4"
-    words = [
-        *words.split(),
-        *"--updates 2 --pairs 1 --systems ours --micro 4 --device cpu --cores 1 --phase all".split(),
-    ]
+    words += " --updates 2 --pairs 1 --systems ours --micro 4 --device cpu --cores 1"
     places = ["--json", str(tmp_path / "out.json"), "--profile", str(tmp_path / "trace"), "--work", str(tmp_path / "w")]
-    assert benchmark.main(words + places) == 0, capfd.readouterr().err
+    assert benchmark.main([*words.split(), *places]) == 0, capfd.readouterr().err
     found = json.loads((tmp_path / "out.json").read_text())
-    timed = {row["phase"]: row for row in found["phases"] if row["where"] == "alone"}
-    assert {"generate", "prefill", "reference", "reward", "update"} <= set(timed)
-    assert all(row["seconds"] > 0 and row["mfu"] > 0 for row in timed.values())
+    assert {row["phase"] for row in found["phases"]} == set(benchmark_case.LOOP)
+    assert all(row["seconds"] > 0 and row["mfu"] > 0 for row in found["phases"])
     (pair,) = found["pairs"]
     assert len(pair["ours"]["updates"]) == 2 and 0 < pair["ours"]["compile_seconds"] < pair["ours"]["updates"][0]
-    assert set(pair["ours"]["loop"][0]) == set(benchmark_case.LOOP)
     assert max(found["prompt_tokens"][0]) <= 48 and len(found["prompt_tokens"][0]) == 2
     assert {"cpu", "cores", "load"} <= set(found["machine"])
-    assert found["forward_flops"]["rows"] == 4 and found["forward_flops"]["xla"] > 0
     assert list((tmp_path / "trace").rglob("*.xplane.pb"))
 
 
@@ -107,11 +101,6 @@ def test_both_systems_are_told_the_same(algo, micro, tmp_path):
         assert theirs.generation_batch_size == 8 and theirs.num_iterations == 3
         assert theirs.max_completion_length == ours.response_length == 53
         assert theirs.max_grad_norm == ours.max_grad_norm == 1.0
-
-
-def test_child_processes_read_the_case_that_was_written(tmp_path):
-    CASES["rloo"].write(tmp_path)
-    assert benchmark_case.Case.read(tmp_path) == CASES["rloo"]
 
 
 def test_pairs_have_batches_of_their_own_that_fit_and_repeat_at_the_end(tmp_path):
@@ -158,12 +147,12 @@ def test_sizes_are_tried_and_the_fastest_that_fits_is_chosen(tmp_path, monkeypat
     results = {1: result([9.0, 5.0], 100.0), 2: result([9.0, 3.0], 200.0), 4: {"out_of_memory": "no room"}}
 
     def child(system, case, work, pair, micro, name):
-        assert (system, pair, name, case.phase) == ("trl", 0, f"micro-{micro}", "all")
-        assert benchmark_case.Case.read(work).phase is None  # trials run updates only
+        assert (system, pair, name, case.profile) == ("trl", 0, f"micro-{micro}", "trace")
+        assert benchmark_case.Case.read(work).profile is None  # trials write no trace
         return results[micro]
 
     monkeypatch.setattr(benchmark, "run_child", child)
-    case = dataclasses.replace(CASES["ppo"], phase="all")
+    case = dataclasses.replace(CASES["ppo"], profile="trace")
     trials = benchmark.try_sizes("trl", case, tmp_path, [1, 2, 4])
     assert benchmark_case.Case.read(tmp_path) == case
     assert trials == [
@@ -189,17 +178,37 @@ def test_running_out_of_memory_in_a_pair_is_an_error(tmp_path, monkeypatch):
 def test_failing_child_is_told_with_the_end_of_its_log(tmp_path):
     dataclasses.replace(CASES["ppo"], algo="no such algorithm").write(tmp_path)
     with pytest.raises(UserError, match="(?s)ours.*code 1.*no such algorithm"):
-        benchmark.run_child("ours", CASES["ppo"], tmp_path, 0, None)
+        benchmark.run_child("ours", CASES["ppo"], tmp_path, 0, 4)
 
 
 # --- FLOPs and bytes
 
 
+def counted_by_xla(model, rows, length):
+    """XLA's FLOP count of a forward pass with logits everywhere. Layers are unrolled: it counts a loop body once."""
+    params = jax.eval_shape(lambda: model.init(jax.random.key(0)))
+
+    def forward(params, tokens, mask):
+        params = model.unstack(params)
+        hidden, kept = model.prefill(params, tokens, mask)
+        # prefill returns the last position only; logits of the others cost the same.
+        logits = model.logits(params, jnp.broadcast_to(hidden[:, None], (*tokens.shape, hidden.shape[-1])))
+        return logits, kept
+
+    shapes = (jax.ShapeDtypeStruct((rows, length), kind) for kind in (jnp.int32, jnp.bool_))
+    return jax.jit(forward).lower(params, *shapes).cost_analysis()["flops"]
+
+
 @pytest.mark.parametrize("spec", ["1x128x4", "2x64x2", "3x256x8", "llama:2x128x4x2"])
 @pytest.mark.parametrize("length", [64, 128, 200])
 def test_flop_formula_is_within_5_percent_of_what_xla_counts(spec, length):
-    found = benchmark_work.both_counts(models.custom_shape(spec, 512), 4, length)
-    assert found["formula"] == pytest.approx(found["xla"], rel=0.05)
+    model, tokens = models.custom_shape(spec, 512), 4 * length
+    block = max(QUERY_BLOCK, -(-length // 8))  # whole blocks are multiplied, also beyond the diagonal
+    pairs = 4 * sum(
+        (min(start + block, length) - start) * min(start + block, length) for start in range(0, length, block)
+    )
+    formula = Shape.of(model).forward(tokens, pairs, tokens, (tokens, pairs))
+    assert formula == pytest.approx(counted_by_xla(model, 4, length), rel=0.05)
 
 
 def test_best_rate_is_of_the_fastest_run_and_stops_at_slow_ones():
@@ -209,18 +218,12 @@ def test_best_rate_is_of_the_fastest_run_and_stops_at_slow_ones():
     assert benchmark_case.best_rate(attempts, patience=5.0) == 11.0
 
 
-def test_measured_peaks_are_those_of_a_machine():
-    assert 1e8 < benchmark_ours.matmul_flops("cpu", "float32") < 1e15
-    assert 1e7 < peaks.copy_rate(2**20) < 1e13
-
-
 # --- the arithmetic of the report
 
 
 def result(updates, mib, **more):
     loop = [dict.fromkeys(benchmark_case.LOOP, seconds / 4) for seconds in updates]
-    rates = {"matmul_flops": 1e9, "bandwidth": 1e9}
-    return {"updates": updates, "loop": loop, "peak_rss_mib": mib, "micro": 8, **rates, **more}
+    return {"updates": updates, "loop": loop, "peak_rss_mib": mib, "micro": 8, "matmul_flops": 1e9, **more}
 
 
 def test_ratios_are_of_medians_after_the_first_update_pair_by_pair():
@@ -240,21 +243,12 @@ def test_ratios_are_of_medians_after_the_first_update_pair_by_pair():
 def test_phases_are_medians_without_first_updates_against_the_faster_library():
     shape = Shape(2, 8, 32, 100)
     case = dataclasses.replace(CASES["ppo"], response_length=4, epochs=1, batch=2)
-    alone = {"decode": {"seconds": 0.5}}
-    ours = result([9.0, 4.0], 1.0, phases=alone)
-    pairs = [{"ours": ours, "trl": {**result([9.0, 8.0], 1.0), "matmul_flops": 2e9}}]
+    pairs = [{"ours": result([9.0, 4.0], 1.0), "trl": {**result([9.0, 8.0], 1.0), "matmul_flops": 2e9}}]
     rows = {(r["phase"], r["system"]): r for r in benchmark_report.phase_table(case, shape, pairs, [[3, 5]])}
-    work = benchmark_work.case_work(case, shape, [3, 5])
+    work = benchmark_report.case_work(case, shape, [3, 5])
     assert rows["update", "ours"]["seconds"] == 1.0 and rows["update", "trl"]["seconds"] == 2.0
     assert rows["update", "ours"]["mfu"] == pytest.approx(work["update"].flops / 2e9)
     assert rows["generate", "trl"]["tokens_per_second"] == 4.0  # 2 rows of 4 in 2 s
-    read = work["decode"].bytes
-    assert rows["decode", "ours"]["bandwidth_share"] == pytest.approx(read / 0.5 / 1e9)
-
-
-def test_busy_machine_is_told():
-    assert benchmark_report.load_warning({"load": (0.2, 3.0, 5.0)}) is None
-    assert "the load average was 2.5 at the start" in benchmark_report.load_warning({"load": (2.5, 0.0, 0.0)})
 
 
 def test_clock_of_trl_books_wrapped_calls_and_leaves_the_rest_to_the_update():
@@ -278,13 +272,13 @@ def test_stored_bounds_lie_below_what_was_measured_and_hold_later_ratios(tmp_pat
     found = {"speed": benchmark_report.spread([5.0]), "memory": benchmark_report.spread([2.0])}
     benchmark_report.store_bounds(path, case, found, {"date": "today"})
     benchmark_report.store_bounds(path, CASES["rloo"], found, {})
-    bounds = benchmark_report.read_bounds(path)
-    assert bounds[case.name]["bounds"] == {"speed": 3.0, "memory": 1.2}
-    assert benchmark_report.below_bounds(bounds, case, found) == []
+    bounds = benchmark_report.bounds_of(path, case)
+    assert bounds == {"speed": 3.0, "memory": 1.2}
+    assert benchmark_report.below_bounds(bounds, found) == []
     slower = {**found, "speed": benchmark_report.spread([2.9])}
-    assert benchmark_report.below_bounds(bounds, case, slower) == ["speed ratio 2.90 is below its bound 3.00"]
+    assert benchmark_report.below_bounds(bounds, slower) == ["speed ratio 2.90 is below its bound 3.00"]
     with pytest.raises(UserError, match="'ppo 2x128x4, batch 8, 4 epochs.*--check"):
-        benchmark_report.below_bounds(bounds, dataclasses.replace(case, epochs=4), found)
+        benchmark_report.bounds_of(path, dataclasses.replace(case, epochs=4))
 
 
 def test_check_fails_the_command_below_a_bound(tmp_path, monkeypatch, capsys):
@@ -311,21 +305,11 @@ def test_check_fails_the_command_below_a_bound(tmp_path, monkeypatch, capsys):
     ("words", "said"),
     [
         ("--updates 1", "--updates 1: give 2 or more; the first update is not counted"),
-        ("--pairs 0", "--pairs 0: give 1 or more"),
         ("--systems ours,theirs", "--systems ours,theirs: give ours, trl, or ours,trl"),
-        ("--query_length 2000", "= 2053, but Pythia's context is 2048"),
         ("--algo rloo --batch 10", "--batch 10 must be a multiple of --num_generations 4"),
         ("--micro 5", "--micro 5 must divide --batch 16"),
-        ("--trl_micro 0", "--trl_micro 0 must divide --batch 16"),
-        ("--algo rloo --phase value", "RLOO has no value model"),
         ("--prompts posts.jsonl", "--prompts FILE needs --tokenizer"),
-        ("--prompts posts.jsonl --tokenizer x", "--prompts posts.jsonl: no such file"),
         ("--check", "--check needs --baseline FILE and both systems"),
-        ("--baseline b.json --phase update", "--baseline needs whole updates, which --phase update does not run"),
-        ("--micro 2 3", "--micro 3 must divide --batch 16"),
-        ("--trl_rollout 5", "--trl_rollout 5 must divide --batch 16"),
-        ("--shape 15m", "Pythia has no size '15m'"),
-        ("--shape 2x30x4", "width 30 divisible by 4 heads"),
         ("--query_length 8", "has 0 prompts of at most 8 tokens; an update needs 16"),
     ],
 )
@@ -335,22 +319,3 @@ def test_wrong_options_are_told(words, said, capsys):
         == 2
     )
     assert said in capsys.readouterr().err
-
-
-def test_wrong_line_of_a_prompts_file_is_named(tmp_path, capsys):
-    path = tmp_path / "posts.jsonl"
-    path.write_text('{"prompt": "a"}\n{"text": "b"}\n')
-    words = ["--prompts", str(path), "--tokenizer", str(tmp_path), "--systems", "ours", "--device", "cpu"]
-    tokenizer = benchmark.data.load_tokenizer("synthetic")
-    benchmark.data.save_tokenizer(tokenizer, str(tmp_path))
-    assert benchmark.main(words) == 2
-    assert "line 2: not a JSON object with 'prompt'" in capsys.readouterr().err
-
-
-def test_pythia_shapes_keep_their_published_rows():
-    tokenizer = benchmark.data.load_tokenizer("synthetic")
-    for name, (layers, width, heads, rows) in PYTHIA_SHAPES.items():
-        config = benchmark.model_of(name, tokenizer).config
-        assert (config.num_hidden_layers, config.hidden_size, config.num_attention_heads) == (layers, width, heads)
-        assert config.vocab_size == rows
-    assert benchmark.model_of("1x16x2", tokenizer).config.vocab_size == 128

@@ -104,15 +104,6 @@ def test_run_with_other_settings_does_not_count_as_finished(tmp_path):
     assert parity.finished(tmp_path, run) is None
 
 
-def test_finished_run_is_not_run_again(tmp_path, capsys):
-    run = parity.Run("ppo", "ours", 1, 2)
-    add_line(tmp_path / "runs.jsonl", line_of(run))
-    options = ["--trainer", "ppo", "--system", "ours", "--seed", "1", "--updates", "2"]
-    assert parity.main(["run", "--work", str(tmp_path), *options]) == 0
-    assert "finished" in capsys.readouterr().out
-    assert [path.name for path in tmp_path.iterdir()] == ["runs.jsonl"]
-
-
 def test_run_done_again_replaces_its_line_and_forgets_the_figures_of_the_old_policy(tmp_path):
     run, other = parity.Run("ppo", "ours", 1, 2), parity.Run("ppo", "trl", 1, 2)
     for name in ("sft", run.name, other.name):
@@ -123,17 +114,6 @@ def test_run_done_again_replaces_its_line_and_forgets_the_figures_of_the_old_pol
     assert parity.finished(tmp_path, run)["seconds"] == 6.0
     assert [line["name"] for line in parity.lines_of(tmp_path / "runs.jsonl")] == [other.name, run.name]
     assert [line["name"] for line in parity.lines_of(tmp_path / "evaluations.jsonl")] == ["sft", other.name]
-
-
-def test_run_without_prepared_models_is_refused(tmp_path, capsys):
-    options = ["--trainer", "ppo", "--system", "trl", "--seed", "1"]
-    assert parity.main(["run", "--work", str(tmp_path), *options]) == 2
-    assert "prepare" in capsys.readouterr().err
-
-
-def test_run_without_the_checkpoint_is_refused(tmp_path, capsys):
-    assert parity.main(["run", "--work", str(tmp_path), "--trainer", "smollm2"]) == 2
-    assert f"{tmp_path}/chat has no model: put the checkpoint there" in capsys.readouterr().err
 
 
 def test_torn_last_line_of_a_killed_process_is_left_out(tmp_path):
@@ -196,18 +176,17 @@ def test_rloo_options_of_both_systems_say_the_same(tmp_path):
     assert ours.lr_scheduler_unit == "optimizer_step"
 
 
-@pytest.mark.parametrize("trainer, rows, steps", [("grpo", 128, 20), ("smollm2", 64, 5)])
-def test_grpo_options_of_both_systems_say_the_same(trainer, rows, steps, tmp_path):
-    ours, trl = both_configs(trainer, tmp_path)
+def test_grpo_options_of_both_systems_say_the_same(tmp_path):
+    ours, trl = both_configs("grpo", tmp_path)
     same = ("num_generations", "num_iterations", "beta", "epsilon", "epsilon_high", "loss_type", "scale_rewards")
     same += ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_grad_norm", "delta")
     same += ("mask_truncated_completions", "importance_sampling_level", "multi_objective_aggregation")
     assert_equal_under_the_same_names(ours, trl, (*ADAM, *same))
     assert trl.max_completion_length == ours.response_length
-    assert trl.generation_batch_size == ours.batch_size == rows
+    assert trl.generation_batch_size == ours.batch_size == 128
     assert trl.steps_per_generation == ours.num_mini_batches
     assert trl.per_device_train_batch_size == batch_arithmetic(ours).minibatch
-    assert trl.max_steps == batch_arithmetic(ours).optimizer_steps == steps
+    assert trl.max_steps == batch_arithmetic(ours).optimizer_steps == 20
     assert ours.lr_scheduler_unit == "optimizer_step"
 
 
@@ -238,9 +217,8 @@ def test_rloo_of_trl_is_scored_at_the_last_id_eos_included(tmp_path):
 def test_curve_with_kl_of_trl_takes_what_was_sampled_and_all_seconds_of_an_update():
     sampled = {"reward": 0.5, "kl": 0.25, "completions/mean_length": 6.0}
     logs = [{**sampled, "loss": 0.1}, {"loss": 0.0}, {**sampled, "reward": 0.75, "loss": 0.1}, {"loss": 0.0}]
-    for trainer in ("rloo", "smollm2"):
-        found = parity.trl_curve(trainer, logs, [10.0, 11.0, 13.0, 14.0, 15.5], steps=2)
-        assert found == [parity.point(1, 0.5, 1.5, 3.0), parity.point(2, 0.75, 1.5, 2.5)]
+    found = parity.trl_curve("rloo", logs, [10.0, 11.0, 13.0, 14.0, 15.5], steps=2)
+    assert found == [parity.point(1, 0.5, 1.5, 3.0), parity.point(2, 0.75, 1.5, 2.5)]
 
 
 def test_curve_of_trls_grpo_is_its_reward_and_entropy():
@@ -293,11 +271,6 @@ def test_report_gives_gain_difference_and_verdict(work, capsys):
 def test_report_leaves_out_runs_of_another_length_and_says_so(work, capsys):
     assert parity.main(["report", "--work", str(work), "--updates", "5", "--prompts", "64"]) == 0
     assert "too few seeds: 0 of ours, 0 of TRL" in capsys.readouterr().out
-
-
-def test_report_without_an_evaluated_sft_policy_is_refused(work, capsys):
-    assert parity.main(["report", "--work", str(work), "--updates", "4", "--prompts", "65"]) == 2
-    assert "run `evaluate` first" in capsys.readouterr().err
 
 
 def test_picture_of_48_noisy_updates_is_one_light_png(tmp_path):

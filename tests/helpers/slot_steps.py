@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-LEAST_ROWS = 8
-"""Rows of the smallest batch after shrinking: `generate.slots.LEAST_ROWS`."""
+from rlhf_jax.generate.slots import LEAST_ROWS
 
 
 class Steps(NamedTuple):
@@ -18,13 +17,6 @@ class Steps(NamedTuple):
 
     steps: int
     slot_steps: int
-
-
-def batches(lengths: Sequence[int], slots: int) -> Steps:
-    """Batches of `slots` rows one after another, each until its longest row has ended."""
-    parts = [lengths[start : start + slots] for start in range(0, len(lengths), slots)]
-    longest = [max(part) - 1 for part in parts]
-    return Steps(sum(longest), sum(most * len(part) for most, part in zip(longest, parts)))
 
 
 def refill(lengths: Sequence[int], slots: int, share: float = 0.125, shrink: bool = False) -> Steps:
@@ -60,9 +52,3 @@ def refill(lengths: Sequence[int], slots: int, share: float = 0.125, shrink: boo
         size //= 2
     run(0)
     return Steps(steps, slot_steps)
-
-
-def bound(lengths: Sequence[int], slots: int) -> int:
-    """Fewest steps of any order: the longest row, and all tokens over all slots."""
-    needed = [length - 1 for length in lengths]
-    return max(max(needed), -(-sum(needed) // slots))

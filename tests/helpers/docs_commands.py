@@ -1,4 +1,4 @@
-"""The commands documented in README and docs/, for the tests that check them and `try_docs.py`, which runs them."""
+"""The commands documented in README and docs/, for the tests that check them and for `scripts/try_docs.py`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import pathlib
 import re
 import shlex
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
+from tests.helpers.paths import ROOT
+
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 FENCE = re.compile(r"^```[^\n]*\n.*?^```", re.M | re.S)
 STANDS_FOR = {"$COMMON": "", "CONFIG": "quickstart.py", "my_ppo.py": "tldr_ppo.py"}
