@@ -159,15 +159,15 @@ def first_difference(a: dict[int, dict[str, Any]], b: dict[int, dict[str, Any]])
 
 def _log_metrics(a: RecordedRun, b: RecordedRun, step: int, names: list[str], log: Callable[[str], None]) -> None:
     """Lines on the metrics of an update that differ, those that others follow from first."""
-    known = [name for name in names if name in a.metrics[step] and name in b.metrics[step]]
+    common = [name for name in names if name in a.metrics[step] and name in b.metrics[step]]
     cells = [["metric", "first run", "second run"]]
-    for name in sorted(known, key=_order_of_metric)[:8]:
+    for name in sorted(common, key=_order_of_metric)[:8]:
         cells.append([name, *(f"{run.metrics[step][name]:.9g}" for run in (a, b))])
-    if known:
+    if common:
         log(plain_table(cells))
-    if len(known) > 8:
-        log(f"and {len(known) - 8} more metrics")
-    missing = [name for name in names if name not in known]
+    if len(common) > 8:
+        log(f"and {len(common) - 8} more metrics")
+    missing = [name for name in names if name not in common]
     if missing:
         log(f"in one of the runs only: {', '.join(missing[:8])}")
 
@@ -232,7 +232,7 @@ def _common_steps(a: RecordedRun, b: RecordedRun) -> list[int]:
 
 def _checkpoint_differences(a: RecordedRun, b: RecordedRun, log: Callable[[str], None]) -> bool:
     """Compares the checkpoints that both runs have; whether one is damaged or differs."""
-    steps, found = _common_steps(a, b), False
+    steps, differs = _common_steps(a, b), False
     if not steps:
         return False
     with recomputing(a, 0) as one, recomputing(b, 0) as other:
@@ -248,8 +248,8 @@ def _checkpoint_differences(a: RecordedRun, b: RecordedRun, log: Callable[[str],
             line = next((line for line in lines if line is not None), None)
             if line is not None:
                 log(f"checkpoint {step}: {line}")
-            found |= line is not None or len(tensors) < 2
-    return found
+            differs |= line is not None or len(tensors) < 2
+    return differs
 
 
 # --- tensors
@@ -356,6 +356,8 @@ def describe(name: str, a: Any, b: Any) -> str | None:
         where = f"row {place[0]}, token {place[1]}"
     elif a.ndim in (1, 2) and name in _FIELDS.values():
         where = f"row {place[0]}"
+    elif "/layers/" in name:  # params of all layers are one array
+        where = f"layer {place[0]}{where.removeprefix(f'[{place[0]}]')}"
     return f"{name}, {where}: {a[place]:.9g} | {b[place]:.9g}; {int(different.sum())} of {a.size} differ"
 
 
