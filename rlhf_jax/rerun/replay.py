@@ -263,9 +263,13 @@ def _first_rows(table: list[dict[str, Any]]) -> str:
     names = [name for name in _PRINTED if any(row[name] is not None for row in table)]
     cells = [[*names, "completion"]]
     for row in table:
-        numbers = ("" if row[name] is None else f"{row[name]:.4g}" for name in names)
+        numbers = ("" if row[name] is None else _number(row[name]) for name in names)
         cells.append([*numbers, short_cell(row["completion"])[:40]])
     return plain_table(cells)
+
+
+def _number(value: float) -> str:
+    return str(value) if isinstance(value, int) else f"{value:.4g}"
 
 
 _PRINTED = ("row", "length", "score", "kl", "advantage", "loss", "gradient_norm", "moved", "clipped")
