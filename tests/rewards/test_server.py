@@ -31,7 +31,6 @@ from tests.helpers.paths import ROOT
 from tests.helpers.reward_server import (
     COMPLETIONS,
     PROMPTS,
-    Server,
     Sleeps,
     answers,
     closes,
@@ -122,16 +121,6 @@ def test_the_token_and_the_query_are_in_no_log(server, monkeypatch, caplog):
     with caplog.at_level("DEBUG"):
         assert scores(RemoteReward(f"{server.url}?key={SECRET}")) == LENGTHS
     assert SECRET not in caplog.text
-
-
-def test_a_redirect_is_not_followed(server, monkeypatch):
-    monkeypatch.setenv("RLHF_JAX_REWARD_TOKEN", SECRET)
-    other = Server()
-    server.script.append(answers(307, b"", Location=other.url))
-    with pytest.raises(RewardFailure, match=f"status 307 .*to {re.escape(other.url)}, which is not followed"):
-        scores(remote(server))
-    assert not other.requests and len(server.requests) == 1
-    other.close()
 
 
 # --- what is tried again
