@@ -153,6 +153,8 @@ def test_a_dry_run_prints_parts_programs_and_the_verdict(capsys):
     check(config)
     report.show(config)
     lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines if "parameters" in line] == ["policy", "value", "reference"]
+    assert lines[-1] == "compute float32; dry run: nothing was loaded or written"
     rows = [line.split()[0] for line in lines[lines.index(next(x for x in lines if "each device" in x)) + 1 :]]
     assert rows[:6] == ["policy", "value", "optimizer", "reference", "total", "cache"]
     programs = ["generate", "experience", "update"]

@@ -1,5 +1,6 @@
 """Rewards that fail in a run: what it says, what it keeps, how it continues; and rows without a score."""
 
+import functools
 import os
 import re
 import threading
@@ -21,13 +22,15 @@ QUICK = {"reward_server_batch_size": 4, "reward_server_retries": 1, "reward_serv
 
 @pytest.fixture(scope="module")
 def unfailing(tmp_path_factory):
-    """(RLOO's run, PPO's run) with a server that never failed."""
+    """The run of a config's function with a server that never failed."""
     server, folder = Server(), tmp_path_factory.mktemp("unfailing")
-    results = [
-        rlhf_jax.run(config(folder / config.__name__, reward_server=server.url, **QUICK)) for config in (rloo, ppo)
-    ]
+
+    @functools.cache
+    def run(config):
+        return rlhf_jax.run(config(folder / config.__name__, reward_server=server.url, **QUICK))
+
+    yield run
     server.close()
-    return results
 
 
 NOT_A_NUMBER = b'{"scores": [1.0, NaN, 2.0, 3.0]}'
@@ -58,9 +61,9 @@ def assert_same_run(result, whole):
     assert bytes_of(result.paths["policy"], "model.safetensors") == bytes_of(whole.paths["policy"], "model.safetensors")
 
 
-@pytest.mark.parametrize("algo", [pytest.param(rloo, marks=pytest.mark.runs), ppo])
+@pytest.mark.parametrize("algo", [rloo, pytest.param(ppo, marks=pytest.mark.runs)])
 def test_a_run_continues_with_a_healed_server(algo, server, unfailing, tmp_path, capsys):
-    whole = unfailing[[rloo, ppo].index(algo)]
+    whole = unfailing(algo)
     config = algo(tmp_path / "run", **options_of("500", server))
     server.script.extend([takes(0)] * 2)  # an update asks twice
     trouble, said = FAULTS["500"]
@@ -81,9 +84,9 @@ def test_what_heals_within_the_retries_changes_nothing(failure, server, unfailin
     result = rlhf_jax.run(config)
     assert len(server.requests) == 6 + 3
     if failure == "raise":
-        assert_same_run(result, unfailing[0])
+        assert_same_run(result, unfailing(rloo))
     else:
-        plain = [{**line, "rewards/dropped": 0.0} for line in lines(unfailing[0].run_dir)]
+        plain = [{**line, "rewards/dropped": 0.0} for line in lines(unfailing(rloo).run_dir)]
         assert lines(result.run_dir) == plain
 
 
