@@ -13,7 +13,8 @@ from rlhf_jax.config import PPOConfig
 from rlhf_jax.config import files as config_files
 from rlhf_jax.data import synthetic
 from rlhf_jax.runtime import run_folder
-from tests.helpers.user_files import POSTS, arguments, config_with, mentions, model_of, write_jsonl
+from tests.helpers.made_data import write_jsonl
+from tests.helpers.user_files import POSTS, arguments, config_with, mentions, model_of
 
 QKV = "gpt_neox.layers.0.attention.query_key_value.weight"
 

@@ -25,8 +25,8 @@ from rlhf_jax.runtime.callbacks import Callback
 from rlhf_jax.runtime.checkpoint import Checkpoints, Damaged
 from rlhf_jax.stages import open_stage
 from tests.helpers.hub import Hub
-from tests.helpers.made_data import make_prompts
-from tests.helpers.user_files import arguments, config_with, mentions, write_jsonl
+from tests.helpers.made_data import make_prompts, write_jsonl
+from tests.helpers.user_files import arguments, config_with, mentions
 
 SOME = {"stage": "ppo", "seed": 1}
 

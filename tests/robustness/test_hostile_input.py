@@ -25,9 +25,9 @@ from rlhf_jax.runtime import completion_tables, loop, run_folder
 from rlhf_jax.utils.output import guarded_output
 from rlhf_jax.utils.strict_json import json_text
 from tests.helpers.control_characters import EVIL, obeyed
-from tests.helpers.made_data import make_prompts
+from tests.helpers.made_data import make_prompts, write_jsonl
 from tests.helpers.tensorboard import events
-from tests.helpers.user_files import POSTS, arguments, config_with, mentions, write_jsonl
+from tests.helpers.user_files import POSTS, arguments, config_with, mentions
 
 MEGABYTE = 1_000_000
 

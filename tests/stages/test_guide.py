@@ -1,7 +1,6 @@
 """Training on guided responses: all match, whatever the algorithm, and log-probabilities of both kinds."""
 
 import dataclasses
-import json
 import re
 
 import jax
@@ -12,6 +11,7 @@ import rlhf_jax
 from rlhf_jax.config import GRPOConfig, PPOConfig, RLOOConfig
 from rlhf_jax.errors import UserError
 from rlhf_jax.stages import open_stage
+from tests.helpers.made_data import write_jsonl
 from tests.helpers.runs import compilations, lines, rollout_of
 
 FORM = r"<think>[0-9]{1,6}</think>(\\boxed\{[0-9]+\})?"
@@ -94,10 +94,8 @@ def test_constrained_log_probabilities_are_the_samplers(tmp_path, name):
 
 
 def sums(folder, forms, name="rows.jsonl"):
-    path = folder / name
     rows = [{"prompt": f"Compute {i % 10}+{i % 7}:\n", "form": form} for i, form in enumerate(forms)]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
+    return write_jsonl(folder / name, rows)
 
 
 def test_each_row_may_have_an_expression_of_its_own(tmp_path):
