@@ -1,6 +1,7 @@
 """The walls between the rooms: who may import what."""
 
 import ast
+import functools
 import importlib
 import json
 import pathlib
@@ -104,6 +105,7 @@ def package_of(file: str) -> list[str]:
     return ["rlhf_jax", *pathlib.PurePosixPath(file).parts[:-1]]
 
 
+@functools.cache
 def imports(file: str) -> set[str]:
     """Dotted names that a file imports, everywhere in it: `from a.b import c` gives a.b and a.b.c."""
     found = set()
@@ -124,6 +126,7 @@ def dotted(node: ast.AST) -> str:
     return f"{dotted(node.value)}.{node.attr}" if isinstance(node, ast.Attribute) else ""
 
 
+@functools.cache
 def uses(file: str) -> set[str]:
     """Dotted expressions in a file, and its imports."""
     return {dotted(node) for node in ast.walk(FILES[file]) if isinstance(node, ast.Attribute)} | imports(file)

@@ -2,7 +2,6 @@
 
 import dataclasses
 import importlib.util
-import json
 import os
 import pathlib
 import subprocess
@@ -21,7 +20,7 @@ from rlhf_jax.data.chat import ChatTemplate
 from rlhf_jax.errors import UserError
 from tests.helpers.chat_tokenizer import CHATML, MARKED, assistant, bytes_tokenizer, system, user
 from tests.helpers.hub import Hub
-from tests.helpers.made_data import make_demonstrations, make_pairs, make_prompts
+from tests.helpers.made_data import make_demonstrations, make_pairs, make_prompts, write_jsonl
 
 # Every piece is in the synthetic vocabulary, so a wrong order of pieces cannot hide behind [UNK].
 POSTS = (
@@ -132,7 +131,7 @@ def test_a_reward_function_cannot_change_the_data():
 
 
 def test_rows_of_every_format_hold_the_same_conversations(tmp_path):
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    write_jsonl(tmp_path / "a.jsonl", ROWS)
     table = datasets.Dataset.from_list(ROWS)
     table.to_parquet(str(tmp_path / "b.parquet"))
     table.save_to_disk(str(tmp_path / "c"))

@@ -4,7 +4,6 @@ import bz2
 import datetime
 import gzip
 import json
-import types
 
 import datasets
 import numpy as np
@@ -17,7 +16,7 @@ from rlhf_jax import data
 from rlhf_jax.data import arrow_cache, loading, synthetic
 from rlhf_jax.data.options import PromptOptions
 from rlhf_jax.errors import UserError
-from tests.helpers.made_data import make_demonstrations, make_pairs, make_prompts
+from tests.helpers.made_data import data_config, make_demonstrations, make_pairs, make_prompts, write_jsonl
 
 ROWS = [{"prompt": row["prompt"], "completion": row["completion"], "id": i} for i, row in
         enumerate(synthetic.demonstrations(6))]  # fmt: skip
@@ -28,50 +27,15 @@ def tokenizer():
     return data.load_tokenizer("synthetic")
 
 
-def write_lines(path, rows):
-    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
-    return str(path)
-
-
-def config(**options):
-    defaults = {
-        "dataset_name": "synthetic",
-        "dataset_config": None,
-        "dataset_revision": None,
-        "dataset_train_split": "train",
-        "dataset_test_split": "validation",
-        "eval_dataset_name": None,
-        "max_train_samples": None,
-        "max_eval_samples": 256,
-        "prompt_column": "prompt",
-        "completion_column": "completion",
-        "on_bad_row": "raise",
-        "query_length": 96,
-        "query_overflow": "truncate",
-        "length_buckets": None,
-        "chat_template_kwargs": None,
-        "datasets": None,
-        "dataset_num_proc": None,
-        "shuffle_dataset": True,
-        "environment_factory": (),
-        "assistant_only_loss": False,
-        "completion_only_loss": False,
-        "max_length": 128,
-        "normalize_dataset_name": None,
-        "normalize_samples": 4,
-    }
-    return types.SimpleNamespace(**{**defaults, **options})
-
-
 # --- where rows come from
 
 
 def test_every_format_gives_the_same_rows(tmp_path):
     table = datasets.Dataset.from_list(ROWS)
-    write_lines(tmp_path / "a.jsonl", ROWS)
+    write_jsonl(tmp_path / "a.jsonl", ROWS)
     (tmp_path / "b.json").write_text(json.dumps(ROWS, indent=1))
     (tmp_path / "c.json").write_text(json.dumps({"version": 1, "data": ROWS}))
-    write_lines(tmp_path / "d.json", ROWS)
+    write_jsonl(tmp_path / "d.json", ROWS)
     table.to_parquet(str(tmp_path / "e.parquet"))
     table.to_csv(str(tmp_path / "f.csv"))
     table.save_to_disk(str(tmp_path / "g"))
@@ -256,32 +220,32 @@ def test_the_columns_of_a_config_are_text_in_csv_files(tmp_path, tokenizer):
     path = tmp_path / "a.csv"
     path.write_text("question,answer,chosen,rejected,margin\n1,2,3,4,0.50\n5,6,7,8,1\n")
     options = {"dataset_name": str(path), "prompt_column": "question", "completion_column": "answer"}
-    prompts = data.load(data.PromptData, config(**options), tokenizer)
+    prompts = data.load(data.PromptData, data_config(**options), tokenizer)
     assert prompts.display_texts([0, 1]) == ["1", "5"] and prompts.columns([0])["answer"] == ["2"]
-    assert len(data.load(data.DemoData, config(**options), tokenizer)) == 2
-    pairs = config(**options, chosen_column="chosen", rejected_column="rejected", margin_column="margin")
+    assert len(data.load(data.DemoData, data_config(**options), tokenizer)) == 2
+    pairs = data_config(**options, chosen_column="chosen", rejected_column="rejected", margin_column="margin")
     assert data.load(data.PairData, pairs, tokenizer).margin.tolist() == [0.5, 1.0]
-    mixed = config(datasets=({"path": str(path), "format": {"prompt": "{answer} of {margin}"}},))
+    mixed = data_config(datasets=({"path": str(path), "format": {"prompt": "{answer} of {margin}"}},))
     mixed = PromptOptions(**{name: vars(mixed)[name] for name in PromptOptions.__dataclass_fields__})
     assert data.load(data.PromptData, mixed, tokenizer).display_texts([0, 1]) == ["2 of 0.50", "6 of 1"]
 
 
 def test_folders_by_split(tmp_path):
-    write_lines(tmp_path / "posts_train.jsonl", ROWS[:4])
-    write_lines(tmp_path / "posts_val.jsonl", ROWS[4:])
+    write_jsonl(tmp_path / "posts_train.jsonl", ROWS[:4])
+    write_jsonl(tmp_path / "posts_val.jsonl", ROWS[4:])
     assert len(data.load_rows(str(tmp_path))) == 4
     assert len(data.load_rows(str(tmp_path), split="validation")) == 2
     with pytest.raises(UserError, match="'test'.*train, validation"):
         data.load_rows(str(tmp_path), split="test")
-    write_lines(tmp_path / "pairs_train.jsonl", ROWS)
+    write_jsonl(tmp_path / "pairs_train.jsonl", ROWS)
     with pytest.raises(UserError, match="'train'.*pairs_train.jsonl, posts_train.jsonl"):
         data.load_rows(str(tmp_path))
 
 
 def test_shards_of_a_folder_are_joined_and_named(tmp_path):
     (tmp_path / "data").mkdir()
-    write_lines(tmp_path / "data" / "train-00000-of-00002.jsonl", ROWS[:3])
-    write_lines(tmp_path / "data" / "train-00001-of-00002.jsonl", ROWS[3:])
+    write_jsonl(tmp_path / "data" / "train-00000-of-00002.jsonl", ROWS[:3])
+    write_jsonl(tmp_path / "data" / "train-00001-of-00002.jsonl", ROWS[3:])
     rows = data.load_rows(str(tmp_path))
     assert list(rows) == ROWS and rows.location(3).endswith("train-00001-of-00002.jsonl, line 1")
 
@@ -295,24 +259,26 @@ def test_saved_data_sets_have_splits(tmp_path):
 
 
 def test_a_plain_file_is_one_split_and_needs_an_evaluation_file(tmp_path, tokenizer):
-    name = write_lines(tmp_path / "prompts_train.jsonl", ROWS)
-    assert len(data.load(data.PromptData, config(dataset_name=name, dataset_train_split="anything"), tokenizer)) == 6
-    assert data.load_eval(data.PromptData, config(dataset_name=name), tokenizer) == {}
+    name = write_jsonl(tmp_path / "prompts_train.jsonl", ROWS)
+    assert (
+        len(data.load(data.PromptData, data_config(dataset_name=name, dataset_train_split="anything"), tokenizer)) == 6
+    )
+    assert data.load_eval(data.PromptData, data_config(dataset_name=name), tokenizer) == {}
     found = data.load_eval(
-        data.PromptData, config(dataset_name=name, eval_dataset_name=name, max_eval_samples=2), tokenizer
+        data.PromptData, data_config(dataset_name=name, eval_dataset_name=name, max_eval_samples=2), tokenizer
     )
     assert [len(one) for one in found.values()] == [2]
-    assert len(data.load(data.DemoData, config(dataset_name="nowhere.jsonl"), tokenizer, ROWS)) == 6
+    assert len(data.load(data.DemoData, data_config(dataset_name="nowhere.jsonl"), tokenizer, ROWS)) == 6
 
 
 def test_synthetic_by_config(tokenizer):
-    prompts = data.load(data.PromptData, config(max_train_samples=5), tokenizer)
+    prompts = data.load(data.PromptData, data_config(max_train_samples=5), tokenizer)
     assert prompts.columns([0])["completion"] == [synthetic.demonstrations(1)[0]["completion"]]
-    assert data.load_eval(data.PromptData, config(dataset_test_split=None), tokenizer) == {}
-    (one,) = data.load_eval(data.DemoData, config(max_eval_samples=7), tokenizer).values()
+    assert data.load_eval(data.PromptData, data_config(dataset_test_split=None), tokenizer) == {}
+    (one,) = data.load_eval(data.DemoData, data_config(max_eval_samples=7), tokenizer).values()
     assert len(one) == 7
-    assert data.load_normalization_data(config(), tokenizer) is None
-    assert len(data.load_normalization_data(config(normalize_dataset_name="synthetic"), tokenizer)) == 4
+    assert data.load_normalization_data(data_config(), tokenizer) is None
+    assert len(data.load_normalization_data(data_config(normalize_dataset_name="synthetic"), tokenizer)) == 4
 
 
 def test_hub_answers_are_passed_on(monkeypatch):
@@ -375,7 +341,7 @@ def test_files_that_are_no_data_are_named(tmp_path):
 
 
 def test_missing_columns_are_named_with_the_option(tmp_path, tokenizer):
-    rows = data.load_rows(write_lines(tmp_path / "a.jsonl", [{"prompts": "x", "completion": " y"}]))
+    rows = data.load_rows(write_jsonl(tmp_path / "a.jsonl", [{"prompts": "x", "completion": " y"}]))
     with pytest.raises(
         UserError,
         match="a.jsonl has no column 'prompt'; it has prompts, completion. Set prompt_column to the right one "
@@ -403,7 +369,7 @@ BAD = {
 
 @pytest.mark.parametrize("line", list(BAD))
 def test_bad_rows_are_named_by_file_and_line_or_skipped_and_counted(tmp_path, tokenizer, line):
-    rows = data.load_rows(write_lines(tmp_path / "a.jsonl", [ROWS[0], "", line, ROWS[1], line]))
+    rows = data.load_rows(write_jsonl(tmp_path / "a.jsonl", [ROWS[0], "", line, ROWS[1], line]))
     with pytest.raises(UserError) as error:
         make_demonstrations(rows, tokenizer)
     assert f"a.jsonl, line 3: {BAD[line]}" in str(error.value)

@@ -1,7 +1,6 @@
 """Evaluation data: none, one source, or several by name."""
 
-import json
-import types
+import functools
 
 import datasets
 import pandas
@@ -12,7 +11,7 @@ from hypothesis import strategies as st
 from rlhf_jax import data
 from rlhf_jax.data import loading, synthetic
 from rlhf_jax.errors import UserError
-from tests.helpers.made_data import make_demonstrations, make_pairs
+from tests.helpers.made_data import data_config, make_demonstrations, make_pairs, write_jsonl
 
 ROWS = synthetic.demonstrations(6)
 PAIRS = synthetic.preference_pairs(6)
@@ -23,39 +22,12 @@ def tokenizer():
     return data.load_tokenizer("synthetic")
 
 
-def config(**options):
-    defaults = {
-        "dataset_name": "synthetic",
-        "dataset_config": None,
-        "dataset_revision": None,
-        "dataset_test_split": "validation",
-        "eval_dataset_name": None,
-        "max_eval_samples": 4,
-        "prompt_column": "prompt",
-        "completion_column": "completion",
-        "chosen_column": "chosen",
-        "rejected_column": "rejected",
-        "margin_column": None,
-        "on_bad_row": "raise",
-        "query_length": 96,
-        "query_overflow": "truncate",
-        "length_buckets": None,
-        "chat_template_kwargs": None,
-        "datasets": None,
-        "dataset_num_proc": None,
-        "shuffle_dataset": True,
-        "environment_factory": (),
-        "assistant_only_loss": False,
-        "completion_only_loss": False,
-        "max_length": 128,
-    }
-    return types.SimpleNamespace(**{**defaults, **options})
+config = functools.partial(data_config, max_eval_samples=4)
 
 
 def write(path, rows):
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
+    return write_jsonl(path, rows)
 
 
 def sizes(sets):

@@ -11,6 +11,7 @@ from rlhf_jax.data import mixture, reasoning_gym, synthetic
 from rlhf_jax.data.mixture import Shares
 from rlhf_jax.errors import UserError
 from tests.helpers.chat_tokenizer import bytes_tokenizer, user
+from tests.helpers.made_data import write_jsonl
 
 
 @pytest.fixture
@@ -18,10 +19,8 @@ def paths(tmp_path):
     """Three files of demonstrations, of 40, 10 and 25 rows."""
     made = []
     for number, count in enumerate((40, 10, 25)):
-        path = tmp_path / f"{number}.jsonl"
         rows = [{**row, "of": number} for row in synthetic.demonstrations(count, seed=number)]
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        made.append(str(path))
+        made.append(write_jsonl(tmp_path / f"{number}.jsonl", rows))
     return made
 
 
@@ -105,7 +104,7 @@ def test_fractions_are_trls(paths):
 def test_sets_have_columns_formats_and_limits_of_their_own(paths, tmp_path):
     other = tmp_path / "other.jsonl"
     rows = [{"title": f"met {name}", "n": 1, "answer": " lost keys"} for name in ("anna", "omar")]
-    other.write_text("".join(json.dumps(row) + "\n" for row in [*rows, {"title": None, "n": 3, "answer": " x"}]))
+    write_jsonl(other, [*rows, {"title": None, "n": 3, "answer": " x"}])
     own = {"path": str(other), "format": {"prompt": "{title}; {n} {{}}"}, "completion_column": "answer"}
     made_of = config([{"path": paths[0], "max_train_samples": 3}, {**own, "on_bad_row": "skip"}])
     tokenizer = bytes_tokenizer()
@@ -119,7 +118,7 @@ def test_sets_have_columns_formats_and_limits_of_their_own(paths, tmp_path):
 def test_pairs_are_mixed(tmp_path):
     for name, count in (("a", 12), ("b", 4)):
         rows = synthetic.preference_pairs(count, seed=count)
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({**row, "m": 2}) + "\n" for row in rows))
+        write_jsonl(tmp_path / f"{name}.jsonl", [{**row, "m": 2} for row in rows])
     both = [{"path": str(tmp_path / "a.jsonl"), "margin_column": "m"}, {"path": str(tmp_path / "b.jsonl")}]
     made = data.load(data.PairData, config(both, RewardConfig), data.load_tokenizer("synthetic"))
     assert made.margin.tolist() == [2.0] * 12 + [0.0] * 4 and len(made) == 16

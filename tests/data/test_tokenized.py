@@ -1,5 +1,4 @@
 import dataclasses
-import json
 import os
 import subprocess
 import sys
@@ -11,7 +10,7 @@ from rlhf_jax import data
 from rlhf_jax.data import arrow_cache, synthetic, tokenized
 from rlhf_jax.errors import UserError
 from tests.helpers.chat_tokenizer import CHATML, MARKED, assistant, bytes_tokenizer, user
-from tests.helpers.made_data import make_demonstrations, make_prompts
+from tests.helpers.made_data import make_demonstrations, make_prompts, write_jsonl
 from tests.helpers.paths import ROOT
 
 CHATS = [{"prompt": [user(f"q {i}")], "completion": [assistant("a")], "label": i} for i in range(30)]
@@ -40,17 +39,12 @@ def count(monkeypatch):
     return calls
 
 
-def write(path, rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
-
-
 def prompts(path, tokenizer=None, **options):
     return make_prompts(data.load_rows(path), tokenizer or data.load_tokenizer("synthetic"), **options)
 
 
 def test_everything_that_changes_tokens_tokenizes_again_and_nothing_else(tmp_path, cache, count):
-    path = write(tmp_path / "a.jsonl", synthetic.demonstrations(30))
+    path = write_jsonl(tmp_path / "a.jsonl", synthetic.demonstrations(30))
 
     def calls(make):
         count.clear()
@@ -70,14 +64,14 @@ def test_everything_that_changes_tokens_tokenizes_again_and_nothing_else(tmp_pat
     assert calls(lambda: make(tokenizer=other))
     assert calls(lambda: make_demonstrations(data.load_rows(path), data.load_tokenizer("synthetic")))
     text = open(path).read()
-    write(tmp_path / "a.jsonl", synthetic.demonstrations(30, seed=1))
+    write_jsonl(tmp_path / "a.jsonl", synthetic.demonstrations(30, seed=1))
     assert calls(make)
     (tmp_path / "a.jsonl").write_text(text)
     assert not calls(make)
 
 
 def test_a_changed_template_or_day_tokenizes_again(tmp_path, cache, count):
-    path = write(tmp_path / "a.jsonl", CHATS)
+    path = write_jsonl(tmp_path / "a.jsonl", CHATS)
     dated = "{{ strftime_now('%d %m') }}" + CHATML
 
     def ids(template, date="2026-01-31", **options):
@@ -99,7 +93,7 @@ def test_a_changed_template_or_day_tokenizes_again(tmp_path, cache, count):
 
 
 def test_rows_beside_the_tokens_are_read_when_they_are_needed(tmp_path, cache):
-    path = write(tmp_path / "a.jsonl", CHATS)
+    path = write_jsonl(tmp_path / "a.jsonl", CHATS)
     for _ in range(2):
         made = prompts(path, bytes_tokenizer())
         (tmp_path / "a.jsonl").rename(tmp_path / "gone.jsonl")  # the cache has them
@@ -112,7 +106,7 @@ def test_rows_beside_the_tokens_are_read_when_they_are_needed(tmp_path, cache):
 def test_batches_that_are_made_ahead_are_those_of_one_batch(tmp_path, cache, monkeypatch, rows):
     # Shorter and shorter texts, so that later batches are ready before earlier ones.
     posts = [{"prompt": "word " * (1 + 400 // (i + 1)), "completion": str(i)} for i in range(rows)]
-    path = write(tmp_path / "posts.jsonl", posts)
+    path = write_jsonl(tmp_path / "posts.jsonl", posts)
     whole = prompts(path)
     monkeypatch.setattr(tokenized, "BATCH", 8)
     monkeypatch.setattr(arrow_cache, "folder", lambda: str(tmp_path / "another"))
@@ -123,13 +117,13 @@ def test_batches_that_are_made_ahead_are_those_of_one_batch(tmp_path, cache, mon
 
 def test_a_bad_row_of_a_batch_that_is_made_ahead_is_named(tmp_path, cache, monkeypatch):
     monkeypatch.setattr(tokenized, "BATCH", 8)
-    path = write(tmp_path / "posts.jsonl", [{"prompt": "word" if i not in (30, 45) else 7} for i in range(50)])
+    path = write_jsonl(tmp_path / "posts.jsonl", [{"prompt": "word" if i not in (30, 45) else 7} for i in range(50)])
     with pytest.raises(UserError, match=r"line 31: 'prompt' is an int, not text \(2 of 50 rows are bad\)"):
         prompts(path)
 
 
 def test_bad_rows_that_were_skipped_are_refused_where_they_are_not(tmp_path, cache):
-    path = write(tmp_path / "a.jsonl", [*synthetic.prompts(5), {"prompt": 3}, {"prompt": ""}])
+    path = write_jsonl(tmp_path / "a.jsonl", [*synthetic.prompts(5), {"prompt": 3}, {"prompt": ""}])
     error = r"a.jsonl, line 6: 'prompt' is an int, not text \(2 of 7 rows are bad\)"
     with pytest.raises(UserError, match=error):
         prompts(path)
@@ -139,7 +133,7 @@ def test_bad_rows_that_were_skipped_are_refused_where_they_are_not(tmp_path, cac
 
 
 def test_tokens_are_made_in_memory_where_the_cache_cannot_be_written(tmp_path, cache, monkeypatch):
-    path = write(tmp_path / "a.jsonl", synthetic.demonstrations(30))
+    path = write_jsonl(tmp_path / "a.jsonl", synthetic.demonstrations(30))
     expected = prompts(path)
     cache_file = tmp_path / "file"
     cache_file.touch()
@@ -179,7 +173,7 @@ print("tokenized" if calls else "mapped", file=open(sys.argv[1] + ".runs", "a"))
 @pytest.mark.processes
 def test_processes_tokenize_once_and_workers_run_no_script(tmp_path):
     """Four at a time, of which one tokenizes; then a data set of another length with two workers of datasets'."""
-    path = write(tmp_path / "a.jsonl", synthetic.demonstrations(3000))
+    path = write_jsonl(tmp_path / "a.jsonl", synthetic.demonstrations(3000))
     (tmp_path / "script.py").write_text(SCRIPT)  # without `if __name__ == "__main__"`
     env = os.environ | {"HF_DATASETS_CACHE": str(tmp_path / "cache"), "PYTHONPATH": str(ROOT)}
 
@@ -193,7 +187,7 @@ def test_processes_tokenize_once_and_workers_run_no_script(tmp_path):
     assert sorted((tmp_path / "a.jsonl.runs").read_text().split()) == ["mapped"] * 3 + ["tokenized"]
     arrow = tmp_path / "cache" / "rlhf_jax"
     assert len(list(arrow.glob("*.arrow"))) == 2  # the lines, and their tokens
-    in_processes = start(write(tmp_path / "b.jsonl", synthetic.demonstrations(3000)), 2)
+    in_processes = start(write_jsonl(tmp_path / "b.jsonl", synthetic.demonstrations(3000)), 2)
     out, errors = in_processes.communicate(timeout=100)
     assert out.replace("b.jsonl", "a.jsonl") == ends[0][0], errors
     assert (tmp_path / "b.jsonl.runs").read_text() == "mapped\n"

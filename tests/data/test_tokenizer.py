@@ -186,6 +186,8 @@ def test_models_of_another_tokenizer_are_refused(tmp_path):
     tokenizer = data.load_tokenizer(write_tokenizer(ours, eos_token="<|endoftext|>"), vocab_size=10)
     data.check_same_tokenizer(tokenizer, write_tokenizer(ours, eos_token="<|endoftext|>"))
     data.check_same_tokenizer(tokenizer, str(tmp_path))  # no tokenizer there: trusted
+    data.check_tokenizer_fits_model(tokenizer, str(tmp_path))
+    assert data.same_tokenizer(tokenizer, str(tmp_path))
     other = write_tokenizer(theirs, words=("<|endoftext|>", "[UNK]", "b", "a"), eos_token="<|endoftext|>")
     with pytest.raises(UserError, match="id 2.*'b'.*'a'"):
         data.check_same_tokenizer(tokenizer, other)

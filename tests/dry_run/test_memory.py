@@ -81,9 +81,10 @@ def test_a_larger_micro_batch_takes_more(programs):
 
 
 def test_micro_batches_of_tokens_take_their_widest():
-    options = {**POLICY, "batch_size": 64, "response_length": 64}  # 8 rows of 32 + 64 tokens, or as many tokens
+    # 8 rows of 32 + 32 tokens, or as many tokens.
+    options = {**POLICY, "scratch_model": "1x32x4", "batch_size": 64, "response_length": 32}
     mesh, names, sizes = sharding.make_mesh(devices=jax.devices()[:1]), ("experience", "update"), []
-    for size in ({"micro_batch_size": 8}, {"micro_batch_size": None, "micro_batch_tokens": 8 * 96}):
+    for size in ({"micro_batch_size": 8}, {"micro_batch_size": None, "micro_batch_tokens": 8 * 64}):
         stage = memory.abstract_stage(PPOConfig(**{**options, **size}), mesh)
         sizes.append({program.name: program.temporary for program in memory.programs(stage, only=names)})
     for name in names:
@@ -153,6 +154,8 @@ def test_a_dry_run_prints_parts_programs_and_the_verdict(capsys):
     check(config)
     report.show(config)
     lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines if "parameters" in line] == ["policy", "value", "reference"]
+    assert lines[-1] == "compute float32; dry run: nothing was loaded or written"
     rows = [line.split()[0] for line in lines[lines.index(next(x for x in lines if "each device" in x)) + 1 :]]
     assert rows[:6] == ["policy", "value", "optimizer", "reference", "total", "cache"]
     programs = ["generate", "experience", "update"]

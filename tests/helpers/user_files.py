@@ -10,6 +10,7 @@ import jax
 from rlhf_jax import data, models
 from rlhf_jax.data import synthetic
 from rlhf_jax.models.io import hf
+from tests.helpers.made_data import write_jsonl
 
 POSTS = 12
 
@@ -49,11 +50,6 @@ def make_user_files(folder: pathlib.Path) -> UserFiles:
     return UserFiles(
         folder / "sft", folder / "reward", folder / "posts.jsonl", folder / "pairs.jsonl", tokenizer.vocab_size
     )
-
-
-def write_jsonl(path: pathlib.Path, rows) -> pathlib.Path:
-    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
-    return path
 
 
 def arguments(files: UserFiles, stage: str, run_dir: pathlib.Path, **options) -> list[str]:

@@ -1,7 +1,5 @@
 """Stages train on the rows of `datasets`, and on no others."""
 
-import json
-
 import datasets
 import pytest
 
@@ -11,6 +9,7 @@ from rlhf_jax.data import synthetic
 from rlhf_jax.errors import UserError
 from rlhf_jax.stages import open_stage
 from tests.helpers import vision
+from tests.helpers.made_data import write_jsonl
 
 MESSAGE = [{"role": "user", "content": "w1 w2"}]
 SHARED = {
@@ -31,14 +30,9 @@ CONFIGS = [
 ]
 
 
-def write(path, rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
-
-
 def sets_of(tmp_path, kind, counts=(6, 5)):
     make = synthetic.preference_pairs if kind is RewardConfig else synthetic.demonstrations
-    return [write(tmp_path / f"{i}.jsonl", make(count, seed=i)) for i, count in enumerate(counts)]
+    return [write_jsonl(tmp_path / f"{i}.jsonl", make(count, seed=i)) for i, count in enumerate(counts)]
 
 
 @pytest.mark.parametrize(("kind", "options"), CONFIGS, ids=[kind.__name__ for kind, _ in CONFIGS])
@@ -59,7 +53,7 @@ def test_a_stage_trains_on_the_rows_of_its_data_sets_alone(kind, options, tmp_pa
 
 def test_rewards_see_the_columns_and_weights_hold_in_a_run(tmp_path):
     rows = [[{**row, "of": i} for row in synthetic.demonstrations(8, seed=i)] for i in range(2)]
-    paths = [write(tmp_path / f"{i}.jsonl", rows[i]) for i in range(2)]
+    paths = [write_jsonl(tmp_path / f"{i}.jsonl", rows[i]) for i in range(2)]
     seen = []
 
     def count(prompts, completions, of, **_):
@@ -77,7 +71,7 @@ def test_a_stage_refuses_images_of_several_data_sets(kind, tmp_path):
     model = vision.checkpoint(tmp_path / "model")
     rows = [{"prompt": MESSAGE, "completion": MESSAGE, "images": [vision.picture(0, 20, 12)]}] * 4
     datasets.Dataset.from_list(rows).save_to_disk(str(tmp_path / "images"))
-    sets = ({"path": write(tmp_path / "texts.jsonl", [{"prompt": MESSAGE, "completion": MESSAGE}] * 4)},)
+    sets = ({"path": write_jsonl(tmp_path / "texts.jsonl", [{"prompt": MESSAGE, "completion": MESSAGE}] * 4)},)
     sets += ({"path": str(tmp_path / "images")},)
     options = {"model_name_or_path": model, "max_length": 64}
     if kind is RLOOConfig:

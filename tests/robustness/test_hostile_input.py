@@ -26,9 +26,9 @@ from rlhf_jax.utils import tables
 from rlhf_jax.utils.output import guarded_output
 from rlhf_jax.utils.strict_json import json_text
 from tests.helpers.control_characters import EVIL, obeyed
-from tests.helpers.made_data import make_prompts
+from tests.helpers.made_data import make_prompts, write_jsonl
 from tests.helpers.tensorboard import events
-from tests.helpers.user_files import POSTS, arguments, config_with, mentions, model_of, write_jsonl
+from tests.helpers.user_files import POSTS, arguments, config_with, mentions
 
 MEGABYTE = 1_000_000
 
@@ -179,24 +179,6 @@ def test_posts_are_parsed_to_what_formats_to_them_again(prompt, parts):
 
 
 # --- data files
-
-FILES = {
-    "deep.json": (b"[" * 100_000, ["line 1", "Nested too deep"]),
-    "deep.jsonl": (b'{"prompt":' * 100_000, ["line 1", "Nested too deep"]),
-    "digits.jsonl": (b'{"prompt": "a", "n": ' + b"9" * 5000 + b"}", ["line 1", "too many digits"]),
-    "blank.jsonl": (b"\n \n\n", ["has no rows"]),
-    "empty.json": (b"[]", ["has no rows"]),
-    "head.csv": (b"prompt,completion\n", ["has no rows"]),
-    "column.jsonl": (b'{"\\u001b[31mprompt": "a"}', ["no column 'prompt'", "\\x1b[31mprompt"]),
-}
-
-
-@pytest.mark.parametrize("name", FILES)
-def test_a_file_of_nothing_or_of_too_much_is_named(refusal, tmp_path, name):
-    content, parts = FILES[name]
-    (tmp_path / name).write_bytes(content)
-    mentions(refusal(dataset_name=tmp_path / name), tmp_path / name, *parts)
-    mentions(refusal(eval_dataset_name=tmp_path / name), tmp_path / name, *parts)
 
 
 def test_links_and_pipes_in_the_place_of_data_are_named_and_a_link_to_data_is_read(user_files, refusal, tmp_path):
@@ -378,14 +360,6 @@ def test_a_tokenizer_made_for_another_model_is_refused_and_a_few_other_names_are
     spoil(path, whole, {word: f"other{i}" for i, word in enumerate(ordinary)})
     message = refusal(tokenizer_name_or_path=tokenizer_folder)
     mentions(message, tokenizer_folder, user_files.sft, "ids mean something else", "'other", "use a model trained with")
-
-
-def test_a_model_without_a_tokenizer_is_trusted(user_files, tmp_path):
-    folder = model_of(tmp_path / "alone", user_files.rows)
-    tokenizer = data.load_tokenizer("synthetic")
-    data.check_tokenizer_fits_model(tokenizer, str(folder))
-    data.check_same_tokenizer(tokenizer, str(folder))
-    assert data.same_tokenizer(tokenizer, str(folder))
 
 
 def spoil(path: pathlib.Path, whole: dict, renamed: dict[str, str]) -> None:

@@ -291,7 +291,9 @@ def test_a_redirect_to_another_host_gets_neither_rows_nor_token(monkeypatch):
     here, other = Server(), Server()
     for status in (301, 302, 303, 307, 308):
         here.script.append(answers(status, b"", Location=f"{other.url}?{SECRET}\x1b[2J"))
-        with pytest.raises(UserError, match=f"status {status} .*which is not followed") as error:
+        with pytest.raises(
+            UserError, match=rf"status {status} .*to {re.escape(other.url)}.*, which is not followed"
+        ) as error:
             scores(RemoteReward(here.url, retries=0))
         assert SECRET not in str(error.value) and "\x1b" not in str(error.value)
     assert not other.requests and len(here.requests) == 5

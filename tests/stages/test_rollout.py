@@ -226,6 +226,7 @@ def test_rewards_add_up_in_metrics_and_tables(long_run):
     assert list(samples[0]) == ["query", "model response", "score", "length", "ended"]
 
 
+@pytest.mark.runs
 def test_a_killed_run_continues_to_the_same_bits(long_run, models, tmp_path):
     given = {"eval_dataset": EVAL_SETS}
     with pytest.raises(KeyboardInterrupt):

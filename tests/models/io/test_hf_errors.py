@@ -65,6 +65,19 @@ def fails(folder, *parts, **options):
         ({"rotary_pct": 0.2}, "rotary_pct (partial_rotary_factor) 0.2"),
         ({"rotary_pct": 1.5}, "rotary_pct (partial_rotary_factor) 1.5"),
         ({"hidden_dropout": 1.0}, "hidden_dropout is 1.0"),
+        *(
+            ({key: value}, f"{key} is {value!r}; it must be")
+            for key, value in {
+                "rotary_pct": "a quarter",
+                "partial_rotary_factor": [0.25],
+                "layer_norm_eps": "x",
+                "tie_word_embeddings": "no",
+                "use_parallel_residual": 1,
+                "hidden_size": "64",
+                "hidden_dropout": "0.1",
+                "initializer_range": True,
+            }.items()
+        ),
     ],
 )
 def test_an_unsupported_config_is_refused_by_key_value_and_file(keys, message):
@@ -77,6 +90,8 @@ def test_an_unknown_architecture_or_head_or_kind_is_refused_by_name(folder):
     fails(folder, "has no scalar head", "score.weight", "not a reward model", kind="scalar")
     change_config(folder, architectures=["GPTNeoXForTokenClassification"])
     fails(folder, "config.json", "architectures 'GPTNeoXForTokenClassification' is not supported")
+    change_config(folder, architectures={"class": "GPTNeoXForCausalLM"})
+    fails(folder, "config.json: architectures is {'class': 'GPTNeoXForCausalLM'}; it must be")
     with pytest.raises(UserError, match="kind='backbone'"):
         custom_shape("2x32x4", VOCAB).to_hf_config("backbone")
 
