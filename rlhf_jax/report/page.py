@@ -72,7 +72,8 @@ def build_tab(name: str, groups: Sequence[Group]) -> tuple[dict[str, Any], str]:
         "grids": curves.grids,
         "metrics": table_data.tooltips([*curves.data]),
     }
-    body = [html_parts.runs(groups, name), html_parts.alarms(runs), html_parts.comparisons(runs)]
+    body = [html_parts.runs(groups, name), html_parts.alarms(runs), html_parts.comparisons(groups)]
+    body.append(html_parts.group_differences(groups, name))
     body.append(f'<div class="sections" data-sections="{e(name)}"></div>')
     if name == "policy":
         body += [html_parts.trade_offs(gold, name), html_parts.fits(gold, groups)]

@@ -51,8 +51,8 @@ def ask(server, path, method="GET", host=None):
 
 def data(text):
     """The tabs of a page's data, by name."""
-    found = re.search(r'<script type="application/json" id="data">(.*?)</script>', text)
-    return {tab["tab"]: tab for tab in json.loads(found[1])["tabs"]}
+    element = re.search(r'<script type="application/json" id="data">(.*?)</script>', text)
+    return {tab["tab"]: tab for tab in json.loads(element[1])["tabs"]}
 
 
 def curve(text, metric="loss", tab="sft"):
