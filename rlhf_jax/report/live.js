@@ -162,9 +162,10 @@ async function poll() {
       const answer = await fetch("version", { cache: "no-store" });
       if (!answer.ok) throw new Error(answer.status);
       const version = await answer.text(), start = performance.now();
-      if (version !== document.body.dataset.version && !isBusy()) await update();
+      const changed = () => version !== document.body.dataset.version;
+      if (changed() && !isBusy()) await update();
       wait = Math.max(wait, 10 * (performance.now() - start)); // a large page takes at most a tenth of the time
-      say(", live");
+      say(changed() && isBusy() ? ", new data waits while text or a list is selected" : ", live");
     }
   } catch {
     say(", the server does not answer");

@@ -190,8 +190,8 @@ def serve(run_dirs: Sequence[str], port: int = 0) -> None:
       UserError: as `LivePage` and `Server`.
     """
     with Server(LivePage(run_dirs), port) as server:
-        print(f"report at {server.address} (this machine only; Ctrl-C ends it)", flush=True)
         try:
+            print(f"report at {server.address} (this machine only; Ctrl-C ends it)", flush=True)
             server.serve_forever()
         except KeyboardInterrupt:
             return

@@ -140,6 +140,12 @@ def test_a_stage_that_begins_is_a_tab_and_a_server_that_ends_is_said(opened, bro
     add_updates(run, 11, 12)
     wait("document.querySelector('.tab.open .runs').textContent.includes('12 of 40')")
     assert script("return [document.querySelector('.tab.open').id, location.hash]") == ["tab-policy", "#policy"]
+    script("getSelection().selectAllChildren(document.querySelector('.tab.open h2'))")
+    add_updates(run, 13, 14)
+    wait("document.querySelector('.live').textContent.includes('waits while text')")
+    assert script("return getSelection().toString()") == "Runs"
+    script("getSelection().empty()")
+    wait("document.querySelector('.tab.open .runs').textContent.includes('14 of 40')")
     assert browser.get_log("browser") == []
     script("window.fetch = () => Promise.reject(new TypeError())")
     wait("document.querySelector('.live').textContent.includes('does not answer')")
