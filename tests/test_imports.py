@@ -52,7 +52,7 @@ OWNERS = {  # an outside thing, and the files that may touch it
     "math_verify": {"rewards/math_worker.py"},
     "rich": {"utils/tables.py", "runtime/progress.py"},
     "urllib": {"rewards/server.py"},
-    "http": set(),
+    "http": {"report/serve.py"},
     "httpx2": {"rewards/server.py"},
     "jinja2": set(),
     "torch": set(),

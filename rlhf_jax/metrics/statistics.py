@@ -32,6 +32,22 @@ def mean_and_standard_error(x: Sequence[float]) -> tuple[float, float]:
     return float(np.mean(x)), error
 
 
+def t_interval(x: Sequence[float]) -> tuple[float, float]:
+    """Mean and half the width of its 95 % interval by Student's t distribution with N - 1 degrees of freedom.
+
+    The interval is exact for normal numbers, also for few; source: Student 1908, The Probable Error of a Mean.
+
+    Args:
+      x: [N] independent numbers, as of runs that differ in their seed.
+
+    Returns:
+      (mean, half width); the half width of a single number is NaN, as is the mean of none.
+    """
+    mean, error = mean_and_standard_error(x)
+    n = np.size(x)
+    return mean, float(special.stdtrit(n - 1, 0.975)) * error if n > 1 else math.nan
+
+
 def paired_difference(a: Sequence[float], b: Sequence[float]) -> tuple[float, float]:
     """Mean of a - b over the same prompts, and its standard error.
 

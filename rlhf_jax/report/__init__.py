@@ -47,9 +47,7 @@ def write(run_dirs: Sequence[str], out: str | None = None, png: bool = True) -> 
     """
     _, groups = read(run_dirs)
     path = storage.absolute(out or os.path.join(run_dirs[0] if len(run_dirs) == 1 else "", "report.html"))
-    title = " and ".join(os.path.basename(storage.absolute(folder)) for folder in run_dirs[:3])
-    title += f" and {len(run_dirs) - 3} more" if len(run_dirs) > 3 else ""
-    page.save(path, page.render_page(groups, title))
+    page.save(path, page.render_page(groups, page.title(run_dirs)))
     if not png:
         return [path]
     if not storage.is_remote(path):

@@ -1,4 +1,4 @@
-"""The command `rlhf-jax report RUN_DIR [RUN_DIR ...]`, or `python -m rlhf_jax.report`."""
+"""The command `rlhf-jax report RUN_DIR [RUN_DIR ...] [--serve]`, or `python -m rlhf_jax.report`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from rlhf_jax import report
 from rlhf_jax.config import command_line
 from rlhf_jax.errors import UserError
-from rlhf_jax.report import pictures
+from rlhf_jax.report import pictures, serve
 from rlhf_jax.utils import text
 from rlhf_jax.utils.output import guarded_output
 
@@ -27,6 +27,10 @@ class ReportOptions:
     """File of the page; default: report.html in the folder of a single run, otherwise in the working directory."""
     no_png: bool = False
     """Write no PNG pictures (they need the extra report)."""
+    serve: bool = False
+    """Write nothing, and serve the page to browsers of this machine; it follows the runs until Ctrl-C."""
+    port: int | None = None
+    """Port of --serve; default: a free one, as 0."""
 
 
 @guarded_output()
@@ -37,6 +41,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         options = command_line.parse_options(argv, ReportOptions, PROG, positional="run_dirs")
         if not options.run_dirs:
             raise UserError(f"{PROG} needs the folder of a run: {PROG} runs/quickstart")
+        if options.serve:
+            if options.out is not None:
+                raise UserError("--serve writes no file: leave out --out or --serve")
+            serve.serve(options.run_dirs, options.port or 0)
+            return 0
+        if options.port is not None:
+            raise UserError("--port is the port of --serve: add --serve")
         png = not options.no_png and pictures.available()
         if not (png or options.no_png):
             print(f"note: no pictures: {pictures.MISSING_MATPLOTLIB}", file=sys.stderr)

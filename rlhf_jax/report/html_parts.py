@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from rlhf_jax.report import charts, read_run, table_data
+from rlhf_jax.report import charts, differences, read_run, table_data
 from rlhf_jax.report.read_run import Run
 from rlhf_jax.report.series import Group
 from rlhf_jax.utils.text import duration, printable
@@ -40,25 +40,46 @@ def runs(groups: Sequence[Group], tab: str) -> str:
     """The table of runs: status, progress, latest metrics, time and memory."""
     headlines = [{item["metric"]: item for item in table_data.headlines(group, tab)} for group in groups]
     columns = {metric: item["label"] for items in headlines for metric, item in items.items()}
-    rows = [_run_row(i, group, tab, items, [*columns]) for i, (group, items) in enumerate(zip(groups, headlines))]
+    rows = [
+        _run_row(_group_button(i, group, tab), group, items, [*columns])
+        for i, (group, items) in enumerate(zip(groups, headlines))
+    ]
     note = "Values are means over the last tenth of the updates (at most 20)"
     if any(len(group.runs) > 1 for group in groups):
-        note += ", for several seeds mean ± standard deviation; bands show minimum and maximum"
+        note += (
+            ", for several seeds the mean over seeds ± half the width of its 95 % interval (Student's t), for one "
+            "seed the held-out score ± its standard error over prompts; bands show minimum and maximum"
+        )
     heads = ["run", "state", *map(e, columns.values()), "time", "memory"]
+    singles = [Group(run.name, [run]) for group in groups if len(group.runs) > 1 for run in group.runs]
+    single_rows = [
+        _run_row(e(one.label), one, {item["metric"]: item for item in table_data.headlines(one, tab)}, [*columns])
+        for one in singles
+    ]
+    details = (
+        f"<details><summary>Single runs</summary>{_table(heads, single_rows, 'runs')}</details>" if singles else ""
+    )
     problems = [f"{run.name}: {problem}" for group in groups for run in group.runs for problem in run.notes]
     problems_html = "".join(f'<p class="note">{e(line)}</p>' for line in problems)
-    return f'<h2>Runs</h2>{_table(heads, rows, "runs")}<p class="quiet">{e(note)}.</p>{problems_html}'
+    return f'<h2>Runs</h2>{_table(heads, rows, "runs")}<p class="quiet">{e(note)}.</p>{details}{problems_html}'
 
 
-def _run_row(i: int, group: Group, tab: str, headlines: dict[str, Any], metrics: Sequence[str]) -> list[str]:
-    """Cells of a group in the table of runs; `headlines` by metric."""
+def _group_button(i: int, group: Group, tab: str) -> str:
+    """A group's name, which shows and hides its curves."""
+    return (
+        f'<button class="run" data-group="{i}" data-tab="{e(tab)}" aria-pressed="true" title="show or hide">'
+        f'<i class="dot" data-colour="{i}"></i>{e(group.label)}</button>'
+    )
+
+
+def _run_row(head: str, group: Group, headlines: dict[str, Any], metrics: Sequence[str]) -> list[str]:
+    """Cells of a group in the table of runs: its HTML `head`, and `headlines` by metric."""
     statuses = [table_data.status(run) for run in group.runs]
     states = sorted({status["state"] for status in statuses})
     updates, total = min(status["updates"] for status in statuses), statuses[0]["total"]
     progress = f"{updates:,}" + (f" of {total:,}" if total else "")
     cells = [
-        f'<button class="run" data-group="{i}" data-tab="{e(tab)}" aria-pressed="true" title="show or hide">'
-        f'<i class="dot" data-colour="{i}"></i>{e(group.label)}</button>',
+        head,
         f'<span class="state {e(states[0].split()[0])}">{e(", ".join(states))}</span>'
         f"<br><small>{progress} updates</small>",
     ]
@@ -109,9 +130,26 @@ def _alarm_items(run: Run) -> Iterator[str]:
         yield f'<li class="odd"><b>gaps</b> {e(run.name)}: updates with a non-finite metric: {e(counts)}</li>'
 
 
-def comparisons(runs: Sequence[Run]) -> str:
-    """The table of the comparisons at the end of pipelines."""
+def comparisons(groups: Sequence[Group]) -> str:
+    """The table of the comparisons at the end of pipelines; pipelines that differ in their seed are one."""
+    runs = [run for group in groups for run in group.runs]
     pipelines = table_data.comparisons(runs) if any(charts.tab_of(run.stage) == "policy" for run in runs) else []
+    if not pipelines:
+        return ""
+    merged = table_data.seed_comparisons(groups, pipelines)
+    title = "<h2>Final policies on held-out prompts</h2>"
+    if len(merged) == len(pipelines):
+        return title + _comparison_table(pipelines)
+    note = "Pipelines of several seeds: mean over seeds ± half the width of its 95 % interval (Student's t)"
+    if any(pipeline["count"] == 1 for pipeline in merged):
+        note += "; of single pipelines ± is a standard error over prompts"
+    single = "Single pipelines, ± standard errors over prompts"
+    details = f"<details><summary>{single}</summary>{_comparison_table(pipelines)}</details>"
+    return f'{title}{_comparison_table(merged)}<p class="quiet">{note}.</p>{details}'
+
+
+def _comparison_table(pipelines: Sequence[dict[str, Any]]) -> str:
+    """A table with the rows of pipelines."""
     start = "SFT" if any(row["name"] == "SFT" for pipeline in pipelines for row in pipeline["rows"]) else "before"
     columns = {
         "gold_reward": "gold reward", "score": "reward model", "kl": "KL", "length": "length", "entropy": "entropy",
@@ -129,9 +167,40 @@ def comparisons(runs: Sequence[Run]) -> str:
                 error = f" <small>± {_number(float(row[f'{key}_se']), 2)}</small>" if f"{key}_se" in row else ""
                 cells.append(_number(float(row[key])) + error if key in row else "–")
             rows.append(cells)
-    if not rows:
+    return _table(["pipeline", "policy", *columns.values()], rows)
+
+
+def group_differences(groups: Sequence[Group], tab: str) -> str:
+    """The table of paired differences between groups; nothing without pairs."""
+    data = differences.differences(groups, tab)
+    if not data:
         return ""
-    return f"<h2>Final policies on held-out prompts</h2>{_table(['pipeline', 'policy', *columns.values()], rows)}"
+    rows = []
+    for row in data:
+        names = [
+            f'<i class="dot" data-colour="{row[side]}"></i>{e(groups[row[side]].label)}' for side in ("left", "right")
+        ]
+        updates = [", ".join(f"{update:,}" for update in steps) for steps in row["updates"]]
+        error = f"± {_number(row['error'], 2)}" + (" (95 %)" if row["unit"] == "seeds" else " (standard error)")
+        rows.append(
+            [
+                " − ".join(names),
+                e(row["metric"]),
+                f"{_number(row['mean'])} <small>{error}</small>",
+                f"{row['pairs']:,} {row['unit']}",
+                updates[0] if updates[0] == updates[1] else " against ".join(updates),
+            ]
+        )
+    note = (
+        "Seeds: final values of the runs with the same seed are paired; ± is half the width of the 95 % t interval of "
+        "the mean difference. Few seeds say little: the interval of two is wide, and many comparisons differ somewhere "
+        "by chance. Prompts: scores of the last samples of the same prompts are paired, means over the seeds of a "
+        "group; ± is the standard error over prompts, which says nothing about other seeds."
+    )
+    if len(groups) > differences.MAX_GROUPS:
+        note += " With so many groups each is compared with the first alone."
+    table = _table(["groups", "metric", "difference", "pairs", "update"], rows)
+    return f'<h2>Differences between groups</h2>{table}<p class="quiet">{e(note)}</p>'
 
 
 def trade_offs(gold: dict[str, Any] | None, tab: str) -> str:

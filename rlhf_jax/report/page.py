@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import os
 import pathlib
 import time
 from collections.abc import Sequence
@@ -13,12 +14,19 @@ from rlhf_jax.errors import UserError
 from rlhf_jax.report import charts, html_parts, overoptimization, samples, table_data
 from rlhf_jax.report.html_parts import e
 from rlhf_jax.report.series import Group
-from rlhf_jax.storage import write_atomically
+from rlhf_jax.storage import absolute, write_atomically
 from rlhf_jax.utils.strict_json import json_text
 
 _HERE = pathlib.Path(__file__).parent
 _STYLES = ("uplot/uPlot.min.css", "page.css")
 _SCRIPTS = ("uplot/uPlot.iife.min.js", "plots.js", "samples.js", "page.js")
+_LIVE_SCRIPT = "live.js"
+
+
+def title(run_dirs: Sequence[str]) -> str:
+    """The title of a page about runs."""
+    names = " and ".join(os.path.basename(absolute(folder)) for folder in run_dirs[:3])
+    return names + (f" and {len(run_dirs) - 3} more" if len(run_dirs) > 3 else "")
 
 
 def script_json(value: Any) -> str:
@@ -64,7 +72,8 @@ def build_tab(name: str, groups: Sequence[Group]) -> tuple[dict[str, Any], str]:
         "grids": curves.grids,
         "metrics": table_data.tooltips([*curves.data]),
     }
-    body = [html_parts.runs(groups, name), html_parts.alarms(runs), html_parts.comparisons(runs)]
+    body = [html_parts.runs(groups, name), html_parts.alarms(runs), html_parts.comparisons(groups)]
+    body.append(html_parts.group_differences(groups, name))
     body.append(f'<div class="sections" data-sections="{e(name)}"></div>')
     if name == "policy":
         body += [html_parts.trade_offs(gold, name), html_parts.fits(gold, groups)]
@@ -75,12 +84,14 @@ def build_tab(name: str, groups: Sequence[Group]) -> tuple[dict[str, Any], str]:
     return data, "\n".join(body)
 
 
-def render_page(groups: Sequence[Group], title: str, created: float | None = None) -> str:
+def render_page(groups: Sequence[Group], title: str, created: float | None = None, version: str | None = None) -> str:
     """The page as HTML.
 
     Args:
       groups: of all stages.
       created: seconds since 1970; None: now.
+      version: of the runs' files, for a page that a server keeps up to date; None: a page that needs no server. Only
+        the former may have no groups.
     """
     created = time.time() if created is None else created
     tabs = {name: [group for group in groups if charts.tab_of(group.stage) == name] for name in charts.TABS}
@@ -95,8 +106,12 @@ def render_page(groups: Sequence[Group], title: str, created: float | None = Non
         f'<section class="tab" role="tabpanel" id="tab-{n}" aria-labelledby="button-{n}">{html}</section>'
         for n, (_, html) in contents.items()
     )
-    style, script = ("\n".join((_HERE / file).read_text(encoding="utf-8") for file in f) for f in (_STYLES, _SCRIPTS))
+    if version is not None and not tabs:
+        sections = '<p class="note">No run yet: none of the folders has a config.json.</p>'
+    scripts = (*(_SCRIPTS if tabs else ()), *(() if version is None else (_LIVE_SCRIPT,)))
+    style, script = ("\n".join((_HERE / file).read_text(encoding="utf-8") for file in f) for f in (_STYLES, scripts))
     policy = f"default-src 'none'; script-src {_hash(script)}; style-src {_hash(style)}; img-src data:; base-uri 'none'"
+    policy += "" if version is None else "; connect-src 'self'"
     page_data = {"tabs": [data for data, _ in contents.values()]}
     return f"""<!doctype html>
 <html lang="en">
@@ -109,7 +124,7 @@ def render_page(groups: Sequence[Group], title: str, created: float | None = Non
 <title>{e(title)}</title>
 <style>{style}</style>
 </head>
-<body>
+<body{"" if version is None else f' data-version="{e(version)}"'}>
 <header>
 <div><h1>{e(title)}</h1>
 <p class="quiet">{count} {"run" if count == 1 else "runs"}, {e(when)}</p></div>

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from rlhf_jax.errors import UserError
-from rlhf_jax.report import charts, overoptimization
+from rlhf_jax.report import charts, overoptimization, table_data
 from rlhf_jax.report.series import Group, downsample
 
 MISSING_MATPLOTLIB = "matplotlib is not installed (pip install '.[report]', or give --no_png)"
@@ -53,7 +53,7 @@ def draw(groups: Sequence[Group], stem: str) -> list[str]:
         for axes, (title, metrics) in zip(
             figure.subplots(len(panels) // 3, 3, squeeze=False).flat, panels, strict=True
         ):
-            _panel(axes, curves, metrics)
+            _panel(axes, curves, metrics, tab)
             axes.set_title(title, fontsize=10)
             axes.grid(alpha=0.3)
         handles, labels = figure.axes[0].get_legend_handles_labels()
@@ -67,7 +67,16 @@ def draw(groups: Sequence[Group], stem: str) -> list[str]:
     return paths
 
 
-def _panel(axes, curves: charts.Curves, metrics: Sequence[str]) -> None:
+def _label(group: Group, tab: str) -> str:
+    """A group's name in the legend; of several seeds with its first headline metric and its 95 % interval."""
+    label = group.label.replace("$", r"\$")
+    items = table_data.headlines(group, tab) if len(group.runs) > 1 else []
+    if not items or items[0]["value"] is None or items[0]["spread"] is None:
+        return label
+    return f"{label}: {items[0]['label']} {items[0]['value']:.4g} ± {items[0]['spread']:.2g} (95 %)"
+
+
+def _panel(axes, curves: charts.Curves, metrics: Sequence[str], tab: str) -> None:
     """Draws metrics over updates, the first solid and others dashed; without metrics the scores against √KL, with the
     gold reward and its fits."""
     if not metrics:
@@ -80,7 +89,7 @@ def _panel(axes, curves: charts.Curves, metrics: Sequence[str]) -> None:
             curve = downsample(curves.curve(group, name))
             if not np.isfinite(curve.mean).any():
                 continue
-            label = group.label.replace("$", r"\$") + (f", {name}" if index else "")
+            label = f"{group.label}, {name}".replace("$", r"\$") if index else _label(group, tab)
             axes.plot(curve.steps, curve.mean, color=color, lw=1.3, ls="--" if index else "-", label=label)
             if curve.count > 1:
                 axes.fill_between(curve.steps, curve.low, curve.high, color=color, alpha=0.2, lw=0)

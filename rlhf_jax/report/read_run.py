@@ -130,11 +130,7 @@ def find_run_folders(run_dirs: Sequence[str]) -> list[str]:
         path = storage.absolute(storage.local_copy(path, _COPIED))
         if not os.path.isdir(path):
             raise UserError(f"{path}: there is no such folder. Pass the --run_dir of a run")
-        if stage_of(path):
-            stages = [path]
-        else:
-            stages = [stage for folder in (path, *_subfolders(path)) for stage in _stage_folders(folder)]
-        if not stages:
+        if not (stages := stage_folders(path)):
             raise UserError(
                 f"{path} holds no run: neither it nor a subfolder has a run's config.json. Pass the --run_dir of a run"
             )
@@ -142,11 +138,18 @@ def find_run_folders(run_dirs: Sequence[str]) -> list[str]:
     return list(dict.fromkeys(run_folders))
 
 
+def stage_folders(path: str) -> list[str]:
+    """The folders of stages in a local folder: itself, or those up to two levels below it."""
+    if stage_of(path):
+        return [path]
+    return [stage for folder in (path, *_subfolders(path)) for stage in _subfolders_with_stages(folder)]
+
+
 def _subfolders(path: str) -> list[str]:
     return sorted(entry.path for entry in os.scandir(path) if entry.is_dir() and not entry.name.startswith("."))
 
 
-def _stage_folders(path: str) -> Iterator[str]:
+def _subfolders_with_stages(path: str) -> Iterator[str]:
     """The subfolders that hold a stage, in the order of stages."""
     order = {stage: number for number, stage in enumerate(STAGES)}
     stages = {sub: stage for sub in _subfolders(path) if (stage := stage_of(sub))}

@@ -16,6 +16,7 @@ import numpy as np
 
 from rlhf_jax.config import STAGES, PolicyConfig, StageConfig
 from rlhf_jax.evaluate import calibration_error
+from rlhf_jax.metrics import statistics
 from rlhf_jax.metrics.catalog import explain
 from rlhf_jax.report import read_run
 from rlhf_jax.report.read_run import Run
@@ -90,19 +91,15 @@ def headlines(group: Group, tab: str) -> list[dict[str, Any]]:
 
     Returns:
       [{"metric", "label", "value", "first": means over the last and the first tenth of the updates (at most 20),
-      "spread": standard deviation over seeds, or the standard error of a single run's held-out score}]
+      "spread": half width of the 95 % t interval over seeds, or the standard error of a single run's held-out score}]
     """
     rows = []
     for name, label in HEADLINES[tab]:
-        values = [np.asarray(run.series[name][1], np.float64) for run in group.runs if name in run.series]
-        values = [run_values[np.isfinite(run_values)] for run_values in values]
-        values = [run_values for run_values in values if len(run_values)]
-        if not values:
+        ends = [ends for run in group.runs if (ends := _first_and_final(run, name)) is not None]
+        if not ends:
             continue
-        counts = [1 if name.startswith("eval/") else min(max(len(run_values) // 10, 1), 20) for run_values in values]
-        last = [float(run_values[-count:].mean()) for run_values, count in zip(values, counts, strict=True)]
-        first = [float(run_values[:count].mean()) for run_values, count in zip(values, counts, strict=True)]
-        spread = float(np.std(last, ddof=1)) if len(last) > 1 else None
+        first, last = zip(*ends, strict=True)
+        spread = statistics.t_interval(last)[1] if len(last) > 1 else None
         if spread is None and name == "eval/scores" and "eval/scores_se" in group.runs[0].series:
             spread = float(group.runs[0].series["eval/scores_se"][1][-1])
         rows.append(
@@ -115,6 +112,23 @@ def headlines(group: Group, tab: str) -> list[dict[str, Any]]:
             }
         )
     return rows
+
+
+def _first_and_final(run: Run, name: str) -> tuple[float, float] | None:
+    """Means of a metric over the first and the last tenth of the updates with finite values (at most 20), of an
+    evaluation its first and last value; None without a value."""
+    values = np.asarray(run.series.get(name, ((), ()))[1], np.float64)
+    values = values[np.isfinite(values)]
+    if not len(values):
+        return None
+    count = 1 if name.startswith("eval/") else min(max(len(values) // 10, 1), 20)
+    return float(values[:count].mean()), float(values[-count:].mean())
+
+
+def final_value(run: Run, name: str) -> float | None:
+    """Mean of a metric over the last tenth of the updates (at most 20), of an evaluation the last value."""
+    ends = _first_and_final(run, name)
+    return None if ends is None else ends[1]
 
 
 def calibration(runs: Sequence[Run]) -> list[dict[str, Any]]:
@@ -145,8 +159,8 @@ def calibration(runs: Sequence[Run]) -> list[dict[str, Any]]:
 
 
 def comparisons(runs: Sequence[Run]) -> list[dict[str, Any]]:
-    """[{"name", "rows"}] of each pipeline: the distinct rows of comparison.json in the folders of its stages, with
-    their numbers alone."""
+    """[{"name", "folder", "rows"}] of each pipeline: the distinct rows of comparison.json in the folders of its stages,
+    with their numbers alone."""
     pipelines: dict[str, list[dict[str, Any]]] = {}
     for run in runs:
         data = read_run.read_json_object(os.path.join(run.path, "comparison.json"))
@@ -158,7 +172,41 @@ def comparisons(runs: Sequence[Run]) -> list[dict[str, Any]]:
             ]
             distinct = pipelines.setdefault(os.path.dirname(run.path.rstrip("/")), [])
             distinct += [row for row in rows if row not in distinct]
-    return [{"name": os.path.basename(folder), "rows": rows} for folder, rows in pipelines.items()]
+    return [{"name": os.path.basename(folder), "folder": folder, "rows": rows} for folder, rows in pipelines.items()]
+
+
+def seed_comparisons(groups: Sequence[Group], pipelines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """`comparisons` with one entry for the pipelines of a group's runs, in place of the first of them.
+
+    Returns:
+      [{"name", "rows", "count": number of pipelines}]; where it is above 1, a row has means over the pipelines that
+      have the policy, and `KEY_se` is the half width of the 95 % t interval over them.
+    """
+    entries = {pipeline["folder"]: {**pipeline, "count": 1} for pipeline in pipelines}
+    for group in groups:
+        folders = list(dict.fromkeys(os.path.dirname(run.path.rstrip("/")) for run in group.runs))
+        folders = [folder for folder in folders if folder in entries and entries[folder]["count"] == 1]
+        if len(folders) < 2:
+            continue
+        members = [entries[folder]["rows"] for folder in folders]
+        names = dict.fromkeys(row["name"] for rows in members for row in rows)
+        rows = [_mean_row(name, [row for rows in members for row in rows if row["name"] == name]) for name in names]
+        label = ", ".join(entries[folder]["name"] for folder in folders)
+        entries[folders[0]] = {"name": label, "rows": rows, "count": len(folders)}
+        for folder in folders[1:]:
+            del entries[folder]
+    return list(entries.values())
+
+
+def _mean_row(name: str, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Means of a policy's numbers, with 95 % intervals as `_se`."""
+    result: dict[str, Any] = {"name": name}
+    for key in dict.fromkeys(key for row in rows for key in row if key != "name" and not key.endswith("_se")):
+        values = [value for row in rows if (value := read_run.parse_number(row.get(key))) is not None]
+        result[key], half_width = statistics.t_interval(values)
+        if math.isfinite(half_width):
+            result[f"{key}_se"] = half_width
+    return result
 
 
 def _flat_rewards(row: dict[str, Any]) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from rlhf_jax import chat, cli
 from rlhf_jax.config import command_line
 from rlhf_jax.config import files as config_files
 from rlhf_jax.evaluate import options as evaluate_options
+from rlhf_jax.report import __main__ as report
 from tests.helpers.paths import ROOT
 
 sys.path.insert(0, str(ROOT / "scripts"))
@@ -53,7 +54,8 @@ def test_documented_commands_are_understood(page, words):
         if "$@" not in given:
             command_line.parse(given)
     elif "rlhf_jax.report" in words:
-        assert all(not word.startswith("--") for word in words[words.index("rlhf_jax.report") + 1 :])
+        given = words[words.index("rlhf_jax.report") + 1 :]
+        assert command_line.parse_options(given, report.ReportOptions, report.PROG, positional="run_dirs").run_dirs
     elif "rlhf_jax.evaluate" in words:
         evaluate_options.parse(words[words.index("rlhf_jax.evaluate") + 1 :])
     elif "rlhf_jax.chat" in words:

@@ -135,6 +135,16 @@ def test_a_difference_is_taken_prompt_by_prompt():
     assert difference == 2.0 and error == pytest.approx(1 / math.sqrt(3))
 
 
+def test_a_t_interval_is_wide_for_few_numbers():
+    # The 97.5 % points of Student's t for 1 and 2 degrees of freedom, from its tables: 12.706 and 4.303.
+    mean, half_width = statistics.t_interval([1.0, 3.0])
+    assert mean == 2.0 and half_width == pytest.approx(12.7062, rel=1e-5)
+    mean, half_width = statistics.t_interval([0.5, 1.0, 2.0])
+    assert mean == pytest.approx(7 / 6) and half_width == pytest.approx(4.302653 * math.sqrt(7 / 12 / 3), rel=1e-6)
+    assert statistics.t_interval([4.0])[0] == 4.0 and math.isnan(statistics.t_interval([4.0])[1])
+    assert math.isnan(statistics.t_interval([])[0])
+
+
 def test_ties_count_half_in_a_win_rate():
     # 2 wins, 1 tie, 1 loss: 2.5 / 4. The ends of Wilson's interval solve (0.625 - x)^2 = z^2 x (1 - x) / 4.
     rate, low, high = evaluate.win_rate([2, 2, 1, 0], [1, 1, 1, 1])

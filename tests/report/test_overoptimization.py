@@ -87,7 +87,7 @@ def test_the_page_has_the_chart_and_the_numbers(tmp_path):
     assert (
         'data-scatter="measured"' in html
         and "maximum at d" in html
-        and html.count('<i class="dot"') == 4
+        and html.count('<i class="dot"') == 6  # runs, fits, and the difference of the two
         and "gold against √KL" in html
     )
     data = json.loads(html.split('id="data">')[1].split("</script>")[0])

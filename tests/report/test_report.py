@@ -384,12 +384,47 @@ def test_what_pipelines_end_with_is_one_table_and_shared_rows_stand_once(tmp_pat
                 {"name": algo.upper(), "gold_reward": 1.5},
             ]
             (pathlib.Path(run.path) / "comparison.json").write_text(json.dumps({"rows": rows}))
-    runs, _ = report.read([str(tmp_path)])
+    runs, groups = report.read([str(tmp_path)])
     assert [(one["name"], [row["name"] for row in one["rows"]]) for one in table_data.comparisons(runs)] == [
         ("q0", ["SFT", "PPO", "RLOO"]),
         ("q1", ["SFT", "PPO", "RLOO"]),
     ]
-    assert html_parts.comparisons(runs).count("<table") == 1
+    assert html_parts.comparisons(groups).count("<table") == 1
+
+
+def test_pipelines_of_several_seeds_are_one_row_for_each_policy(tmp_path):
+    for seed, (sft, ppo) in enumerate([(0.5, 1.0), (0.5, 3.0)]):
+        for algo, config in (("ppo", PPOConfig()), ("rloo", RLOOConfig(num_generations=4))):
+            run = report_runs.make(tmp_path / f"q{seed}" / algo, config, updates=5, seed=seed)
+            rows = [{"name": "SFT", "score": sft, "score_se": 0.03}, {"name": "PPO", "score": ppo}]
+            (pathlib.Path(run.path) / "comparison.json").write_text(json.dumps({"rows": rows}))
+    runs, groups = report.read([str(tmp_path)])
+    (pipeline,) = table_data.seed_comparisons(groups, table_data.comparisons(runs))
+    assert (pipeline["name"], pipeline["count"]) == ("q0, q1", 2)
+    sft, ppo = pipeline["rows"]
+    assert sft == {"name": "SFT", "score": 0.5, "score_se": 0.0}
+    assert ppo == {"name": "PPO", "score": 2.0, "score_se": pytest.approx(12.7062)}  # t(1) / sqrt(2) * sqrt(2)
+    text = html_parts.comparisons(groups)
+    assert text.count("<table") == 2 and "± 13" in text and "Single pipelines" in text
+    assert "single pipelines ± is" not in text
+    Elements(text)
+
+
+def test_groups_of_seeds_are_a_row_with_a_t_interval_and_single_runs_below(tmp_path):
+    for seed, score in ((1, 1.0), (2, 2.0), (3, 3.0)):
+        run = report_runs.make(tmp_path / f"seed{seed}", PPOConfig(), updates=5, seed=seed)
+        rows = report_runs.read_lines(run.metrics)
+        report_runs.lines(run.metrics, [*rows, {"step": 6, "eval/scores": score}])
+    _, groups = report.read([str(tmp_path)])
+    item = table_data.headlines(groups[0], "policy")[0]
+    assert (item["metric"], item["value"], item["spread"]) == ("eval/scores", 2, 2.5)  # 4.302653 / sqrt(3)
+    text = html_parts.runs(groups, "policy")
+    whole, single = text.split("<summary>Single runs</summary>")
+    assert whole.count('<tr><th scope="row">') == 1 and single.count('<tr><th scope="row">') == 3
+    assert text.count('button class="run"') == 1 and "2 <small>± 2.5</small>" in whole and "95 % interval" in text
+    Elements(text)
+    alone = html_parts.runs([series.Group("one", groups[0].runs[:1])], "policy")
+    assert "Single runs" not in alone and "95 %" not in alone
 
 
 def test_a_page_of_a_thousand_updates_is_small(tmp_path):
