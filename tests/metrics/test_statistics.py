@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
-from scipy import optimize, special
+from scipy import optimize, special, stats
 
 from rlhf_jax import evaluate
 from rlhf_jax.metrics import statistics
@@ -173,3 +173,10 @@ def test_unigram_entropy_by_hand():
     assert evaluate.unigram_entropy([np.full(9, 3)]) == 0.0
     assert evaluate.unigram_entropy([]) == 0.0
     assert evaluate.unigram_entropy(iter([range(8)])) == pytest.approx(math.log(8))
+
+
+def test_an_interval_over_few_numbers_is_students():
+    x = [0.3, 0.5, 0.45]
+    expected = stats.t.interval(0.95, 2, np.mean(x), stats.sem(x))
+    np.testing.assert_allclose(statistics.student_interval(x), expected, rtol=1e-12)
+    assert all(map(math.isnan, (*statistics.student_interval([1.0]), *statistics.student_interval([]))))
