@@ -53,26 +53,41 @@ def run_all(sweep: Sweep) -> bool:
         raise UserError(ONE_PROCESS)
     if not first.dry_run:
         write_record(sweep)
-    outcomes: list[Outcome] = []
-    for number, run in enumerate(sweep.runs, 1):
-        print(printable(f"run {number} of {len(sweep.runs)}: {run.title} -> {run.config.run_dir}"), flush=True)
-        outcomes.append(_outcome(run, sweep.recipe, began))
+    outcomes = [None if first.dry_run else _finished(run) for run in sweep.runs]
+    for number, run in enumerate(sweep.runs):
+        print(printable(f"run {number + 1} of {len(sweep.runs)}: {run.title} -> {run.config.run_dir}"), flush=True)
+        if outcomes[number] is not None:
+            print(printable(f"{run.config.run_dir} is finished; nothing to do"), flush=True)
+            continue
+        outcomes[number] = _run(run, sweep.recipe, began)
         gc.collect()  # its arrays and programs, before the next run's
         if not first.dry_run:
-            storage.write_atomically(os.path.join(sweep.folder, "sweep.csv"), csv_text(sweep, outcomes))
+            _write_csv(sweep, outcomes)
+    ended = [outcome for outcome in outcomes if outcome is not None]
     if not first.dry_run:
-        print(printable("\n" + table(sweep, outcomes)), flush=True)
+        _write_csv(sweep, outcomes)
+        print(printable("\n" + table(sweep, ended)), flush=True)
         print(f"a row for each run: {sweep.folder}/sweep.csv", flush=True)
-    return any(outcome.error is not None for outcome in outcomes)
+    return any(outcome.error is not None for outcome in ended)
 
 
-def _outcome(run: Run, recipe: command_line.Recipe, began: float) -> Outcome:
-    """Runs it, unless it is finished; an error of the user is its outcome."""
+def _write_csv(sweep: Sweep, outcomes: Sequence[Outcome | None]) -> None:
+    storage.write_atomically(os.path.join(sweep.folder, "sweep.csv"), csv_text(sweep, outcomes))
+
+
+def _finished(run: Run) -> Outcome | None:
+    """The outcome of a run that an earlier command finished."""
+    try:
+        metrics = train.finished_metrics(run.config)
+    except UserError:  # which the run will raise
+        return None
+    return None if metrics is None else Outcome(metrics)
+
+
+def _run(run: Run, recipe: command_line.Recipe, began: float) -> Outcome:
+    """Trains; an error of the user is the run's outcome."""
     config = run.config
     try:
-        if not config.dry_run and (metrics := train.finished_metrics(config)) is not None:
-            print(f"{config.run_dir} is finished; nothing to do", flush=True)
-            return Outcome(metrics)
         if config.max_minutes is not None:
             minutes = config.max_minutes - (time.monotonic() - began) / 60
             if minutes <= 0:

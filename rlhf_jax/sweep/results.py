@@ -36,13 +36,14 @@ class Outcome:
     error: str | None = None
 
 
-def csv_text(sweep: Sweep, outcomes: Sequence[Outcome]) -> str:
+def csv_text(sweep: Sweep, outcomes: Sequence[Outcome | None]) -> str:
     """A row for each run that ended: its folder, options, 'finished' or 'failed', and the final metrics."""
-    metrics = sorted({name for outcome in outcomes for name in outcome.metrics})
+    ended = [(run, outcome) for run, outcome in zip(sweep.runs, outcomes, strict=True) if outcome is not None]
+    metrics = sorted({name for _, outcome in ended for name in outcome.metrics})
     stream = io.StringIO()
     writer = csv.writer(stream, lineterminator="\n")
     writer.writerow(["run", *sweep.options, "status", *metrics, "error"])
-    for run, outcome in zip(sweep.runs, outcomes):
+    for run, outcome in ended:
         status = "finished" if outcome.error is None else "failed"
         numbers = [outcome.metrics.get(name, "") for name in metrics]
         row = [os.path.basename(run.config.run_dir), *run.values.values(), status, *numbers, outcome.error or ""]

@@ -11,6 +11,7 @@ import pytest
 
 from rlhf_jax import train
 from rlhf_jax.config import files as config_files
+from rlhf_jax.rewards.interface import RewardFailure
 from rlhf_jax.runtime.callbacks import Callback
 from rlhf_jax.sweep import command
 from tests.helpers.runs import KillAt, Killed, sft_config
@@ -94,6 +95,18 @@ def test_a_failed_run_is_reported_and_the_others_run(words, run, tmp_path, capsy
     assert [row["status"] for row in rows] == ["failed", "finished"]
     assert re.search(r"\n4 +0, 1 failed +failed", printed.out) and re.search(r"\n64 +1 +\d", printed.out)
     assert "\nfailed: max_train_samples=4: " in printed.out
+
+
+def test_a_run_that_fails_within_an_update_is_run_again(words, run, tmp_path, capsys):
+    swept = ["--learning_rate", "1e-3", "3e-3"]
+    assert run([*words, *swept], {0: KillAt(2, RewardFailure("the reward server said no"))}) == 2
+    printed = capsys.readouterr()
+    assert "error: learning_rate=1e-3: the reward server said no\n" in printed.err
+    assert "\nfailed: learning_rate=1e-3: the reward server said no\n" in printed.out
+    assert run([*words, *swept]) == 0
+    printed = capsys.readouterr().out
+    assert "sft: resuming after update" in printed and printed.count("is finished; nothing to do") == 1
+    assert (tmp_path / "sweep" / "sweep.csv").read_text().count("finished") == 2
 
 
 def test_a_stop_ends_the_sweep_and_the_same_command_continues(words, run, tmp_path, capsys):

@@ -40,6 +40,16 @@ def test_options_of_a_pipelines_stages_and_its_seed(tmp_path):
     assert first.sft.run_dir == f"{tmp_path}/ppo.learning_rate=1e-5,seed=0/sft"
 
 
+def test_presets_switches_and_names_of_trl_are_swept(tmp_path, capsys):
+    flags = ["--preset", "dapo", "dr_grpo", "--max_completion_length", "16", "32", "--use_peft", "true", "false"]
+    sweep = plan.parse(["--config", "grpo_deepmath.py", *flags, "--run_dir", str(tmp_path)])
+    assert len(sweep.runs) == 8 and sweep.runs[0].title == "preset=dapo, max_completion_length=16, use_peft=true"
+    assert [run.config.response_length for run in sweep.runs[:4]] == [16, 16, 32, 32]
+    assert [run.config.use_peft for run in sweep.runs[:2]] == [True, False]
+    assert sweep.runs[0].config.loss_type != sweep.runs[4].config.loss_type
+    assert capsys.readouterr().err.count("note: --max_completion_length is --response_length here") == 1
+
+
 def test_a_list_with_several_words_is_one_value(words):
     sweep = plan.parse([*words, "--length_buckets", "36", "72", "--seed", "0", "1"])
     assert [run.config.length_buckets for run in sweep.runs] == [(36, 72), (36, 72)]

@@ -35,7 +35,8 @@ def test_a_combination_without_a_finished_run_is_failed(sweep):
 
 
 def test_the_file_has_a_row_for_each_run_that_ended(sweep):
-    text = results.csv_text(sweep, [Outcome({"reward": 0.5, "kl": 1.0}), Outcome({}, "first, line\nsecond")])
+    outcomes = [Outcome({"reward": 0.5, "kl": 1.0}), Outcome({}, "first, line\nsecond"), None, None]
+    text = results.csv_text(sweep, outcomes)
     assert list(csv.DictReader(io.StringIO(text))) == [
         {
             "run": "rloo.learning_rate=1e-5,seed=0",
