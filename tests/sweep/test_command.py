@@ -9,11 +9,12 @@ import jax
 import numpy as np
 import pytest
 
-from rlhf_jax import train
+from rlhf_jax import storage, train
 from rlhf_jax.config import files as config_files
 from rlhf_jax.rewards.interface import RewardFailure
 from rlhf_jax.runtime.callbacks import Callback
 from rlhf_jax.sweep import command
+from tests.helpers import buckets
 from tests.helpers.runs import KillAt, Killed, sft_config
 
 KILLED = object()
@@ -119,6 +120,17 @@ def test_a_stop_ends_the_sweep_and_the_same_command_continues(words, run, tmp_pa
     assert run([*words, *swept]) == 0
     assert "sft: resuming after update 1 of 2" in capsys.readouterr().out
     assert run([*words, *swept, "--max_minutes", "1e-6"]) == 0  # nothing is left to run
+    assert capsys.readouterr().out.count("is finished; nothing to do") == 2
+
+
+@pytest.mark.runs
+def test_a_sweep_in_a_bucket(words, run, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    with buckets.in_use("s3"):
+        folder = f"s3://{buckets.BUCKET}/sweep"
+        swept = [*words[:3], folder, "--run_name", "a/b", "c", "--save_steps", "0"]
+        assert run(swept) == run(swept) == 0
+        assert storage.list_names(folder) == ["run_name=a%2Fb", "run_name=c", "sweep.csv", "sweep.json"]
     assert capsys.readouterr().out.count("is finished; nothing to do") == 2
 
 
