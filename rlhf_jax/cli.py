@@ -11,6 +11,10 @@ from rlhf_jax.utils.output import show
 
 COMMANDS = {  # command: the module whose main runs it, and what it does
     "train": ("train", "train a model: one stage, or a pipeline of SFT, reward model and PPO, RLOO or GRPO"),
+    "sweep": (
+        "sweep.command",
+        "train with each combination of several values of options, one run after another; a table",
+    ),
     "evaluate": ("evaluate.__main__", "rewards, KL, win rates, best-of-n and ROUGE of a policy on held-out prompts"),
     "report": ("report.__main__", "one HTML page about a run, or comparing several"),
     "diff": ("rerun.diff", "where two runs part: options, data, the first update, row and tensor that differ"),

@@ -16,7 +16,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -88,10 +88,7 @@ def main(argv: Sequence[str] | None = None, parsed: tuple[Config, command_line.R
     began = time.monotonic()
     try:
         config, recipe = parsed or command_line.parse_recipe(sys.argv[1:] if argv is None else argv)
-        if config.deterministic:
-            xla_flags.add(xla_flags.DETERMINISTIC)
-        xla_flags.add_those_of_gpus()
-        multihost.initialize(config.distributed, config.num_processes, config.process_id)
+        start_process(config)
         result = run(config, recipe=recipe)
         if not config.dry_run and multihost.is_main():
             print("\n".join(progress.summary(result, time.monotonic() - began)), flush=True)
@@ -115,6 +112,14 @@ def main(argv: Sequence[str] | None = None, parsed: tuple[Config, command_line.R
         raise
     multihost.close()
     return 0
+
+
+def start_process(config: Config) -> None:
+    """What a config asks of the whole process, before the devices start: flags of XLA, the other processes."""
+    if config.deterministic:
+        xla_flags.add(xla_flags.DETERMINISTIC)
+    xla_flags.add_those_of_gpus()
+    multihost.initialize(config.distributed, config.num_processes, config.process_id)
 
 
 @storage.from_here()
@@ -235,8 +240,7 @@ def train_stage(
         return Result(config.run_dir, {}, {})
 
     # --- a finished stage is not run again
-    may_change = config_diff.may_change(rounding=not config.depends_on_micro_batching)
-    claim = (config.run_dir, options, config.resume, may_change, config.override_resume)
+    claim = folder_claim(config)
     finished = multihost.from_first(lambda: run_folders.check(*claim))
     if finished is not None:
         log(f"{name}: {config.run_dir} is finished (update {finished['step']}); nothing to do")
@@ -474,6 +478,27 @@ def device_count(config: Config) -> int:
 def saved_options(config: StageConfig) -> dict[str, Any]:
     """The options of a stage that its folder keeps."""
     return config_diff.in_config_json(json.loads(config_files.to_json(config)))
+
+
+def folder_claim(config: StageConfig) -> tuple[str, dict[str, Any], str, Collection[str], bool]:
+    """What a stage asks of its folder: the arguments of `run_folder.check`."""
+    may_change = config_diff.may_change(rounding=not config.depends_on_micro_batching)
+    return config.run_dir, saved_options(config), config.resume, may_change, config.override_resume
+
+
+def finished_metrics(config: Config) -> dict[str, float] | None:
+    """The last stage's metrics of a finished run, a pipeline's with its comparison; None if something is left to do.
+    Starts no device.
+
+    Raises:
+      UserError: as `run_folder.check`.
+    """
+    stages = stages_of(config)
+    finished = [run_folders.check(*folder_claim(stage)) for stage in stages.values()]
+    compared = not isinstance(config, Pipeline) or storage.exists(
+        os.path.join([*stages.values()][-1].run_dir, "comparison.json")
+    )
+    return finished[-1]["metrics"] if compared and None not in finished else None
 
 
 def push(config: StageConfig, local: dict[str, str], paths: dict[str, str]) -> None:

@@ -76,6 +76,7 @@ FLOORS = [  # a room imports from its own floor's rooms below it alone: lower fl
     ("report",),
     ("rerun",),
     ("train", "chat", "compile"),
+    ("sweep",),
     ("cli",),
 ]
 FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}

@@ -318,7 +318,9 @@ def test_a_pipeline_runs_three_stages_and_compares(tmp_path, capsys):
             num_ppo_epochs=1,
         ),
     )
+    assert train.finished_metrics(small) is None
     result = rlhf_jax.run(small, recipe=command_line.Recipe("mine.py", dataclasses.replace(small, run_dir="elsewhere")))
+    assert train.finished_metrics(small).keys() == result.metrics.keys()
     out = capsys.readouterr().out
     assert set(result.stages) == {"sft", "reward", "ppo"} and "win rate" in out and "held-out" in out
     assert "reward: before the export: the mean score of at most 8 texts of synthetic is computed" in out

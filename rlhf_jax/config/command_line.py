@@ -11,7 +11,7 @@ import json
 import re
 import sys
 import typing
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from rlhf_jax.config import help as help_texts
@@ -66,6 +66,21 @@ def parse_recipe(argv: Sequence[str]) -> tuple[Config, Recipe]:
       SystemExit: 0 after printing the help for --help or --help_all; 2 after the usage if there are no arguments.
       UserError: the config or a flag is wrong.
     """
+    recipe, flags = read_flags(argv, PROG, usage)
+    return with_flags(recipe.config, flags), recipe
+
+
+def read_flags(argv: Sequence[str], prog: str, usage: Callable[[], str]) -> tuple[Recipe, list[tuple[str, list[str]]]]:
+    """The config that `--config` names, and the other flags.
+
+    Args:
+      argv: the words after the command.
+      prog: the command, for the help of a config.
+      usage: gives the help without a config.
+
+    Raises:
+      SystemExit, UserError: as `parse_recipe`.
+    """
     flags = split_flags(argv)
     wants_help = asks_for_help(flags)
     specs = [words for name, words in flags if name == "config"]
@@ -79,9 +94,9 @@ def parse_recipe(argv: Sequence[str]) -> tuple[Config, Recipe]:
     recipe = Recipe(specs[-1][0], load_config(specs[-1][0]))
     if wants_help:
         everything = any(name == "help_all" for name, _ in flags)
-        print_help(recipe.config, f"{PROG} --config {recipe.name} [--OPTION VALUE ...]", everything)
+        print_help(recipe.config, f"{prog} --config {recipe.name} [--OPTION VALUE ...]", everything)
         raise SystemExit(0)
-    return with_flags(recipe.config, [(name, words) for name, words in flags if name != "config"]), recipe
+    return recipe, [(name, words) for name, words in flags if name != "config"]
 
 
 def is_flag(word: str) -> bool:
@@ -170,6 +185,31 @@ def with_flag(config: Config, name: str, words: Sequence[str]) -> Config:
     if like := [f"--{key}.{field}" for key in present if (field := trl_options.hint(name, field_types(STAGES[key])))]:
         raise UserError(f"unknown option --{name}. It is {' or '.join(like)} here.")
     raise UserError(f"unknown option --{name}.{nearest(name, options) or nearest(f'{present[-1]}.{name}', options)}")
+
+
+def field_of(config: Config, flag: str) -> tuple[str, Any] | None:
+    """The field that a flag sets, by its name here or TRL's, and its type: ('learning_rate', float), of a pipeline's
+    stage ('ppo.learning_rate', float). None for flags that set no field of one value: presets, `no_` and a field, TRL's
+    options that set several, unknown ones."""
+    if isinstance(config, Pipeline):
+        present = [key for key in STAGES if getattr(config, key, None) is not None]
+        stage, dot, option = flag.rpartition(".")
+        hints = {key: hint for key, hint in field_types(Pipeline).items() if key not in STAGES}
+        name = trl_options.RENAMED[flag].to if flag in trl_options.RENAMED else flag
+        if name in hints:
+            return name, hints[name]
+        if not dot and len(present) == 1:
+            stage = present[0]
+        field = field_of(getattr(config, stage), option) if stage in present else None
+        return field and (f"{stage}.{field[0]}", field[1])
+    answer = trl_options.answer(flag, stage_name(config))
+    name, hints = answer.renamed.to if answer and answer.renamed else flag, field_types(type(config))
+    return (name, hints[name]) if name in hints else None
+
+
+def takes_list(hint: Any) -> bool:
+    """Whether several words after a flag of this type are one value: a list, or JSON."""
+    return typing.get_origin(without_none(hint)[0]) is tuple or is_json(hint)
 
 
 def positive(name: str, words: Sequence[str], hints: dict[str, Any]) -> tuple[str, Sequence[str]]:

@@ -12,6 +12,7 @@ from rlhf_jax.config import command_line
 from rlhf_jax.config import files as config_files
 from rlhf_jax.evaluate import options as evaluate_options
 from rlhf_jax.report import __main__ as report
+from rlhf_jax.sweep import plan
 from tests.helpers.paths import ROOT
 
 sys.path.insert(0, str(ROOT / "scripts"))
@@ -64,6 +65,8 @@ def test_documented_commands_are_understood(page, words):
     elif "rlhf_jax.cli" in words:
         given = words[words.index("rlhf_jax.cli") + 1 :]
         assert given[0] in cli.COMMANDS or given[0].startswith("--") or given[0] == "COMMAND"
+        if given[0] == "sweep" and len(given) > 1 and given[1] != "--help":
+            assert plan.parse(given[1:]).runs
         if given[:2] in (["configs", "copy"], ["configs", "show"]) and given[2] != "NAME":
             assert config_files.shipped_config(given[2].partition(":")[0]).is_file()
     else:
