@@ -43,6 +43,7 @@ def write(path: str, title: str, metrics: dict[str, Any], table: Sequence[dict[s
         path,
         f"""<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
 <meta name="color-scheme" content="light dark"><title>{e(title)}</title><style>{style}</style></head>
 <body><header><h1>{e(title)}</h1></header>
 <details><summary>Metrics</summary><div class=scroll><table>{lines}</table></div></details>

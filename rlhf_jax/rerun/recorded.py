@@ -13,7 +13,7 @@ from rlhf_jax import storage
 from rlhf_jax.config import STAGES, StageConfig
 from rlhf_jax.config import files as config_files
 from rlhf_jax.errors import UserError
-from rlhf_jax.metrics.logger import read_metrics
+from rlhf_jax.report.read_run import read_json_lines
 from rlhf_jax.runtime.run_folder import RunFolder
 from rlhf_jax.utils.strict_json import with_floats
 
@@ -47,11 +47,7 @@ class RecordedRun:
         if not isinstance(config, StageConfig):
             raise UserError(f"{folder}: its config.json is of a {stage}, not of one stage")
         run_folder = RunFolder(storage.absolute(folder))
-        lines = read_metrics(run_folder.metrics) if storage.exists(run_folder.metrics) else []
-        rows = []
-        if storage.exists(run_folder.rows):
-            rows = [with_floats(json.loads(line)) for line in storage.read_text(run_folder.rows).splitlines()]
-        return cls(run_folder, stage, config, _by_step(lines), _by_step(rows))
+        return cls(run_folder, stage, config, _by_step(run_folder.metrics), _by_step(run_folder.rows))
 
     @property
     def updates(self) -> int:
@@ -74,12 +70,14 @@ class RecordedRun:
         return json.loads(config_files.to_json(self.config))
 
 
-def _by_step(lines: list[dict[str, Any]]) -> dict[int, dict[str, Any]]:
-    """{step: all that the lines of that step say}"""
+def _by_step(path: str) -> dict[int, dict[str, Any]]:
+    """{step: all that the lines of that step say}, without a last line that is being written."""
     merged: dict[int, dict[str, Any]] = {}
-    for line in lines:
+    for line in read_json_lines(path):
+        if line is None:
+            raise UserError(f"{path} has a line that is no JSON object: remove it")
         step = line.pop("step")
-        merged[step] = {**merged.get(step, {}), **line}
+        merged[step] = {**merged.get(step, {}), **with_floats(line)}
     return merged
 
 

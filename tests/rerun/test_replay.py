@@ -148,6 +148,15 @@ def test_a_folder_without_rows_calls_the_rewards_and_says_so(tmp_path):
     assert "note: rows.jsonl is missing: reward functions are called" in said and "bit by bit" in "".join(said)
 
 
+def test_lines_that_are_being_written_are_left_out(run, tmp_path):
+    folder = shutil.copytree(run, tmp_path / "run")
+    for name in ("metrics.jsonl", "rows.jsonl"):
+        with open(folder / name, "a") as file:
+            file.write('{"step": 7, "rew')
+    recorded = RecordedRun.open(str(folder))
+    assert recorded.updates == 6 and list(recorded.rows) == [1, 2, 3, 4, 5, 6]
+
+
 def test_nothing_is_written_to_the_run_but_the_replay(run):
     before = {path: path.stat().st_mtime_ns for path in pathlib.Path(run).rglob("*") if "replay" not in path.parts}
     replay.replay(ReplayOptions(run_dir=run, update=5), log=lambda line: None)
