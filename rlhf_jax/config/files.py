@@ -65,6 +65,25 @@ def load_run(folder: str) -> tuple[str, Config]:
     return stage, dataclasses.replace(config, **changed)
 
 
+def stage_folders(run_dir: str, option: str = "") -> list[str]:
+    """The folder of a run of one stage, or those of a pipeline's stages in order.
+
+    Args:
+      option: what messages begin with.
+
+    Raises:
+      UserError: there is no run.
+    """
+    if not storage.is_dir(run_dir):
+        raise UserError(f"{option}{run_dir}: there is no such folder")
+    folders = [run_dir, *(f"{run_dir}/{name}" for name in STAGES)]
+    folders = [folder for folder in folders if storage.is_file(f"{folder}/config.json")]
+    if not folders:
+        stages = ", ".join(STAGES)
+        raise UserError(f"{option}{run_dir} holds no run: there is no config.json in it, nor in a folder {stages}")
+    return folders[:1] if folders[0] == run_dir else folders
+
+
 def _stored_text(path: str, option: str = "") -> str:
     """The text of a file, local or in a bucket; a UserError that begins with `option` if it cannot be read."""
     try:

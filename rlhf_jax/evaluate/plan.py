@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from rlhf_jax import storage
-from rlhf_jax.config import STAGES, PolicyConfig, PPOConfig, RewardConfig, SFTConfig, StageConfig
+from rlhf_jax.config import PolicyConfig, PPOConfig, RewardConfig, SFTConfig, StageConfig
 from rlhf_jax.config import files as config_files
 from rlhf_jax.config.check import problems_of
 from rlhf_jax.data.options import PairOptions, PromptOptions
@@ -114,14 +114,8 @@ def make_plan(config: EvaluateConfig) -> Plan:
 def _finished_stages(run_dir: str) -> tuple[dict[str, StageConfig], dict[str, list[str]]]:
     """(configs of the finished stage or stages in a folder, with paths adapted to a moved folder; the arguments of
     `rlhf_jax.run` that took the place of their options), by stage name."""
-    if not storage.is_dir(run_dir):
-        raise UserError(f"--run_dir {run_dir}: there is no such folder")
-    single = storage.is_file(os.path.join(run_dir, "config.json"))
-    folders = [run_dir] if single else [os.path.join(run_dir, name) for name in STAGES]
     stages, objects = {}, {}
-    for folder in folders:
-        if not storage.is_file(os.path.join(folder, "config.json")):
-            continue
+    for folder in config_files.stage_folders(run_dir, "--run_dir "):
         stage, config = config_files.load_run(folder)
         if not isinstance(config, StageConfig):
             raise UserError(f"--run_dir {run_dir}: its config.json is of a {stage}, not of one stage")
@@ -132,10 +126,6 @@ def _finished_stages(run_dir: str) -> tuple[dict[str, StageConfig], dict[str, li
                 "command to finish it, or set --model to a checkpoint"
             )
         stages[stage], objects[stage] = config, finished["objects"]
-    if not stages:
-        raise UserError(
-            f"--run_dir {run_dir} holds no run: there is no config.json in it, nor in a folder {', '.join(STAGES)}"
-        )
     return stages, objects
 
 

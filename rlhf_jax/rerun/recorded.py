@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 from typing import Any
 
 import numpy as np
 
 from rlhf_jax import storage
-from rlhf_jax.config import STAGES, StageConfig
+from rlhf_jax.config import StageConfig
 from rlhf_jax.config import files as config_files
 from rlhf_jax.errors import UserError
 from rlhf_jax.report.read_run import read_json_lines
@@ -89,13 +88,7 @@ def stage_folders(run_dir: str) -> dict[str, str]:
     """
     if storage.is_remote(run_dir):
         raise UserError(f"{run_dir} is in a bucket: copy it to a local folder first")
-    if os.path.isfile(os.path.join(run_dir, "config.json")):
-        return {config_files.load_run(run_dir)[0]: run_dir}
-    folders = {name: os.path.join(run_dir, name) for name in STAGES}
-    folders = {name: path for name, path in folders.items() if os.path.isfile(os.path.join(path, "config.json"))}
-    if not folders:
-        raise UserError(f"{run_dir} has no run: there is no config.json in it, nor in a folder {', '.join(STAGES)}")
-    return folders
+    return {config_files.load_run(folder)[0]: folder for folder in config_files.stage_folders(run_dir)}
 
 
 def same(a: Any, b: Any) -> bool:

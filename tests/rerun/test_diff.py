@@ -115,7 +115,7 @@ def test_another_version_of_jax_is_named(first, tmp_path):
 
 
 def test_folders_without_a_run_and_one_folder_alone_are_refused(first, tmp_path, capsys):
-    with pytest.raises(UserError, match="has no run"):
+    with pytest.raises(UserError, match="holds no run"):
         diff.diff(str(tmp_path), str(first))
     assert diff.main([str(first)]) == 2 and "needs the folders of two runs" in capsys.readouterr().err
 
