@@ -8,6 +8,7 @@ import errno
 import importlib.util
 import inspect
 import json
+import os
 import pathlib
 import re
 import sys
@@ -76,8 +77,8 @@ def stage_folders(run_dir: str, option: str = "") -> list[str]:
     """
     if not storage.is_dir(run_dir):
         raise UserError(f"{option}{run_dir}: there is no such folder")
-    folders = [run_dir, *(f"{run_dir}/{name}" for name in STAGES)]
-    folders = [folder for folder in folders if storage.is_file(f"{folder}/config.json")]
+    folders = [run_dir, *(os.path.join(run_dir, name) for name in STAGES)]
+    folders = [folder for folder in folders if storage.is_file(os.path.join(folder, "config.json"))]
     if not folders:
         stages = ", ".join(STAGES)
         raise UserError(f"{option}{run_dir} holds no run: there is no config.json in it, nor in a folder {stages}")
