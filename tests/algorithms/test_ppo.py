@@ -207,6 +207,22 @@ def test_a_mean_of_micro_batch_means_is_the_mean_of_their_losses_alone(world):
     np.testing.assert_allclose(tally.sums["loss/policy_avg"], np.mean(losses), rtol=1e-4, atol=1e-6)
 
 
+def test_rows_add_up_to_the_loss_and_the_gradient_of_their_batch(world):
+    config = dataclasses.replace(CONFIG, num_mini_batches=1, micro_batch_size=4)
+    experience, _ = experience_of(world, config)
+    measures = pg.row_measures(MODELS, world[0], experience, config=config, objective=ppo.OBJECTIVE)
+    tokens = jnp.sum(experience.trained_mask).astype(jnp.float32)
+    options = {"config": config, "objective": ppo.OBJECTIVE, "batch_tokens": tokens}
+    gradients, tally, _ = pg.minibatch_gradients(MODELS, world[0], experience, **options)
+    assert distance(measures["gradients"], gradients) < 1e-5
+    loss = tally.sums["loss/policy_avg"] + config.vf_coef * tally.sums["loss/value_avg"]
+    np.testing.assert_allclose(measures["loss"].sum(), loss, rtol=1e-5)
+    norms = np.asarray(measures["gradient_norm"])
+    assert norms.shape == (B,) and (norms >= 0).all() and norms[1:].max() > 0
+    total = np.sqrt(sum(float(jnp.sum(x * x)) for x in jax.tree.leaves(gradients)))
+    assert total <= norms.sum() * (1 + 1e-5)
+
+
 def test_the_kl_of_a_response_is_the_sum_over_its_own_tokens(world):
     params, ref, rollout, _ = world
     config = dataclasses.replace(CONFIG, rollout_batch_size=None)
