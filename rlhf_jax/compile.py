@@ -66,9 +66,7 @@ def compile_run(config, out: str | None) -> None:
     config = resolve(config)
     if config.topology is not None or config.dry_run:
         raise UserError("compile is for the devices of this machine: --topology and --dry_run are options of train")
-    if config.deterministic:  # as the run's command does
-        xla_flags.add(xla_flags.DETERMINISTIC)
-    xla_flags.add_those_of_gpus()
+    xla_flags.add_those_of_run(config.deterministic)
     check(config)
     platforms.check()
     folder = out or jax.config.jax_compilation_cache_dir or str(compile_cache.folder())

@@ -72,7 +72,7 @@ def load_policy(
     Raises:
       UserError: the policy cannot be loaded; names the file or tensor.
     """
-    xla_flags.add_those_of_gpus()
+    xla_flags.add_those_of_run()
     platforms.check()
     compile_cache.enable()
     policy = Policy(path, revision=revision, tokenizer=tokenizer, dtype=dtype, images=images)

@@ -116,9 +116,7 @@ def main(argv: Sequence[str] | None = None, parsed: tuple[Config, command_line.R
 
 def start_process(config: Config) -> None:
     """What a config asks of the whole process, before the devices start: flags of XLA, the other processes."""
-    if config.deterministic:
-        xla_flags.add(xla_flags.DETERMINISTIC)
-    xla_flags.add_those_of_gpus()
+    xla_flags.add_those_of_run(config.deterministic)
     multihost.initialize(config.distributed, config.num_processes, config.process_id)
 
 
@@ -162,7 +160,7 @@ def run(
     """
     began = time.monotonic()
     config = resolve(config)
-    xla_flags.add_those_of_gpus()
+    xla_flags.add_those_of_run()
     compile_cache.enable()
     check(config)
     platforms.check()  # which starts the devices, after all that needs none

@@ -20,7 +20,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     processes were not found or died, 130 if interrupted."""
     try:
         config = options.parse(sys.argv[1:] if argv is None else argv)
-        xla_flags.add_those_of_gpus()
+        xla_flags.add_those_of_run()
         compile_cache.enable()
         multihost.initialize(config.distributed, config.num_processes, config.process_id)
         platforms.check()

@@ -37,8 +37,11 @@ def add(flags: Mapping[str, bool | str]) -> None:
     os.environ["XLA_FLAGS"] = " ".join(words)
 
 
-def add_those_of_gpus() -> None:
-    """Adds `GPU`'s where JAX may find NVIDIA GPUs; elsewhere they would only change the keys of cached programs."""
+def add_those_of_run(deterministic: bool = False) -> None:
+    """Adds `DETERMINISTIC` where a run asks for it, and `GPU` where JAX may find NVIDIA GPUs; elsewhere that would only
+    change the keys of cached programs."""
+    if deterministic:
+        add(DETERMINISTIC)
     platforms = os.environ.get("JAX_PLATFORMS", "")
     gpu_allowed = not platforms or {"cuda", "gpu"} & set(platforms.split(","))
     if gpu_allowed and any(importlib.util.find_spec(name) for name in CUDA_PLUGINS):

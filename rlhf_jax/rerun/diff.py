@@ -12,7 +12,7 @@ import numpy as np
 from rlhf_jax import storage
 from rlhf_jax.config import command_line
 from rlhf_jax.errors import UserError
-from rlhf_jax.parallel import jax_settings
+from rlhf_jax.parallel import jax_settings, xla_flags
 from rlhf_jax.rerun.recompute import OpenedBatch, OpenedUpdate, by_path, recomputing
 from rlhf_jax.rerun.recorded import RecordedRun, same, stage_folders
 from rlhf_jax.runtime import compile_cache
@@ -76,10 +76,11 @@ def diff(first: str, second: str, *, recompute: bool = True, log: Callable[[str]
     if not stages:
         names = " and ".join(", ".join(some) for some in folders)
         raise UserError(f"{first} and {second} have no stage in common: {names}")
+    compared = {stage: [RecordedRun.open(some[stage]) for some in folders] for stage in stages}
+    xla_flags.add_those_of_run(any(run.config.deterministic for runs in compared.values() for run in runs))
     compile_cache.enable()
     equal = True
-    for stage in stages:
-        runs = [RecordedRun.open(some[stage]) for some in folders]
+    for stage, runs in compared.items():
         log(f"== {stage}: {runs[0].folder.path} | {runs[1].folder.path}")
         equal = _compare(runs[0], runs[1], recompute, log)
         if not equal:

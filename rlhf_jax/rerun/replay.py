@@ -15,7 +15,7 @@ from rlhf_jax.config import PolicyConfig, command_line
 from rlhf_jax.config.check import check
 from rlhf_jax.errors import UserError
 from rlhf_jax.option import field_types, nearest
-from rlhf_jax.parallel import jax_settings
+from rlhf_jax.parallel import jax_settings, xla_flags
 from rlhf_jax.rerun import page
 from rlhf_jax.rerun.recompute import OpenedUpdate, recomputing
 from rlhf_jax.rerun.recorded import RecordedRun, same, stage_folders
@@ -92,6 +92,7 @@ def replay(
     if not 1 <= step <= run.updates:
         raise UserError(f"--update {step}: {run.folder.path} has the updates 1 to {run.updates}")
     changed = changed_config(run.config, options.set)
+    xla_flags.add_those_of_run(run.config.deterministic)
     compile_cache.enable()
     start = run.checkpoint_before(step)
     log(f"recomputing update {step} of {run.folder.path} from {f'checkpoint {start}' if start else 'the start'}")

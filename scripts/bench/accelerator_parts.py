@@ -313,7 +313,7 @@ def main() -> None:
     args = parser.parse_args()
     from rlhf_jax.parallel import xla_flags
 
-    xla_flags.add_those_of_gpus()
+    xla_flags.add_those_of_run()
     text = json.dumps(PARTS[args.name](args), indent=1)
     print(text, flush=True)
     if args.json is not None:

@@ -129,9 +129,7 @@ def measure(case: Case, work: Path, pair: int, name: str, micro: int | None) -> 
 def main() -> None:
     """One measurement; running out of memory is a result, not an error."""
     case, args = child_arguments()
-    if case.deterministic:
-        xla_flags.add(xla_flags.DETERMINISTIC)
-    xla_flags.add_those_of_gpus()
+    xla_flags.add_those_of_run(case.deterministic)
     try:
         result = measure(case, args.work, args.pair, args.name, args.micro)
     except (JaxRuntimeError, MemoryError) as error:

@@ -37,7 +37,7 @@ def test_those_of_gpus_are_added_where_there_may_be_some(monkeypatch, platforms,
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: there.get(name) or find(name, *a))
     monkeypatch.setenv("JAX_PLATFORMS", platforms)
     monkeypatch.setenv("XLA_FLAGS", "")
-    xla_flags.add_those_of_gpus()
+    xla_flags.add_those_of_run()
     assert ("triton-softmax-rewriter" in xla_flags.os.environ["XLA_FLAGS"]) == added
 
 
