@@ -14,14 +14,14 @@ def wordiness(completions, **_):
 
 
 def prepare(folder, *, changed_row=None, reward=""):
-    """Writes prompts.jsonl and rewards.py. `changed_row`: a row with another prompt; `reward`: added to each."""
+    """Writes prompts.jsonl and wordiness.py. `changed_row`: a row with another prompt; `reward`: added to each."""
     folder.mkdir(parents=True, exist_ok=True)
     rows = [f"{WORDS[i % 10]} {WORDS[i // 10]} {WORDS[i * 7 % 10]}" for i in range(32)]
     if changed_row is not None:
         rows[changed_row] = "the garden the garden"
     text = "".join(json.dumps({"prompt": row}) + "\n" for row in rows)
     (folder / "prompts.jsonl").write_text(text)
-    (folder / "rewards.py").write_text(REWARD.replace("{}", reward))
+    (folder / "wordiness.py").write_text(REWARD.replace("{}", reward))
     return folder
 
 
@@ -30,7 +30,7 @@ def config(folder, *, kind=GRPOConfig, **options):
     fixed = {
         **RLOO_OPTIONS,
         "dataset_name": str(folder / "prompts.jsonl"),
-        "reward_funcs": (f"{folder / 'rewards.py'}:wordiness",),
+        "reward_funcs": (f"{folder / 'wordiness.py'}:wordiness",),
         "total_episodes": 56,
         "save_steps": 3,
         "logging_steps": 100,

@@ -242,7 +242,10 @@ def test_wrong_options_are_told(tmp_path, capsys):
 def test_the_command_prints_one_line_and_ends_at_ctrl_c_with_status_0(tmp_path):
     report_runs.make_sft(tmp_path / "sft")
     environment = {**os.environ, "JAX_PLATFORMS": "none_such", "PYTHONUNBUFFERED": "1"}
-    arguments = [sys.executable, "-m", "rlhf_jax.report", str(tmp_path), "--serve", "--port", "0"]
+    # A shell starts what runs in the background with SIGINT ignored, which children inherit.
+    program = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+    program += "from rlhf_jax.report.__main__ import main; sys.exit(main(sys.argv[1:]))"
+    arguments = [sys.executable, "-c", program, str(tmp_path), "--serve", "--port", "0"]
     child = subprocess.Popen(
         arguments, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )

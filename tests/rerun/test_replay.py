@@ -37,7 +37,7 @@ KINDS = {
 def run(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("run")
     run_dir = cases.run(folder, **SIX_UPDATES, **KINDS[request.param])
-    (folder / "rewards.py").write_text("def wordiness(**_):\n    raise AssertionError('not called')\n")
+    (folder / "wordiness.py").write_text("def wordiness(**_):\n    raise AssertionError('not called')\n")
     return run_dir
 
 
@@ -93,7 +93,7 @@ def test_a_counterfactual_is_the_run_resumed_with_that_option(run, tmp_path):
     config = dataclasses.replace(
         recorded.config,
         run_dir=str(folder / "run"),
-        reward_funcs=(f"{folder / 'rewards.py'}:wordiness",),
+        reward_funcs=(f"{folder / 'wordiness.py'}:wordiness",),
         override_resume=True,
         **{name: float(word)},
     )
