@@ -68,6 +68,7 @@ def updates(stage) -> tuple[Any, list[dict[str, float]], dict[str, float]]:
         report_to=config.report_to,
         monitor=monitor,
         terminal=progress.TerminalLines(total_steps=stage.total_steps, logging_steps=config.logging_steps),
+        records_rows=stage.records_rows,
     )
     loop = Loop(
         stage,
