@@ -630,7 +630,7 @@ class RowReader:
 
     def images(self, tokenized: Tokenized, column: str | None) -> DataImages:
         """The images of the rows that are kept, which are read when they are needed; `column` as `DataImages`."""
-        table, row_indices = tokenized.rows.table, tokenized.kept_rows
+        table, row_indices = tokenized.rows.table, tokenized.usable_rows
         sources = Lazy(len(row_indices), lambda index: self.read(table[int(row_indices[index])]).sources)
         return DataImages(self.processor, sources, int(tokenized.numbers("tiles").max()), column)
 

@@ -233,7 +233,7 @@ class PromptEncoder:
 
     def data(self, tokenized: Tokenized, length_buckets: Sequence[int] | None) -> PromptData:
         """As `tokenized.Encoder.data`; texts and columns are read when they are needed."""
-        table, columns, row_indices = tokenized.rows.table, self.prompt_columns, tokenized.kept_rows
+        table, columns, row_indices = tokenized.rows.table, self.prompt_columns, tokenized.usable_rows
         tokens = tokenized.ragged("tokens")
         buckets, report = row_texts.buckets_and_report(
             tokenized,

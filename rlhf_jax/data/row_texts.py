@@ -167,8 +167,8 @@ def buckets_and_report(
     Raises:
       UserError: every row is too long, or the longest sequence fits no bucket.
     """
-    read, kept_count = len(tokenized.rows), len(tokenized.kept_rows)
-    if not kept_count:
+    read, usable_count = len(tokenized.rows), len(tokenized.usable_rows)
+    if not usable_count:
         raise UserError(
             f"{tokenized.rows.name}: all {read} rows are longer than {limit}; raise it, or use shorter texts"
         )
@@ -179,10 +179,10 @@ def buckets_and_report(
     return buckets, batches.DataReport(
         name=tokenized.rows.name,
         read=read,
-        kept=kept_count,
+        kept=usable_count,
         bad=tokenized.bad,
         truncated=tokenized.count("truncated"),
-        dropped=read - tokenized.bad - kept_count,
+        dropped=read - tokenized.bad - usable_count,
         longest=longest,
         tokens=int(sum(lengths.sum() for lengths in sizes)),
         first_bad=tokenized.first_bad,

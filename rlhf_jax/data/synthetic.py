@@ -171,9 +171,9 @@ def count_facts(prompt: str, completion: str) -> FactCounts:
     fact, including those of invented, repeated and malformed facts."""
     facts = set(parse_facts(prompt))
     claimed = {fact for part in completion.split(";") if (fact := _parse_fact(part.split())) is not None}
-    kept_count = len(claimed & facts)
+    usable_count = len(claimed & facts)
     words = len(re.findall(r"[^\s;]+", completion))
-    return FactCounts(kept_count, len(claimed) - kept_count, words - 2 * kept_count)
+    return FactCounts(usable_count, len(claimed) - usable_count, words - 2 * usable_count)
 
 
 def gold_reward(prompts: Sequence[str], completions: Sequence[str]) -> list[float]:

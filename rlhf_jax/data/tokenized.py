@@ -72,7 +72,7 @@ class Tokenized:
     meta: Mapping[str, Any]
 
     @functools.cached_property
-    def kept_rows(self) -> np.ndarray:
+    def usable_rows(self) -> np.ndarray:
         """[N] int64, the rows that have tokens."""
         return np.flatnonzero(self.table["kept"].to_numpy())
 
@@ -97,12 +97,12 @@ class Tokenized:
 
     def ragged(self, name: str) -> Ragged:
         """A column of sequences, of the rows that are kept."""
-        all_kept = len(self.kept_rows) == len(self.table)
-        return Ragged.from_column(self.table[name], None if all_kept else self.kept_rows)
+        all_usable = len(self.usable_rows) == len(self.table)
+        return Ragged.from_column(self.table[name], None if all_usable else self.usable_rows)
 
     def numbers(self, name: str) -> np.ndarray:
         """[N] a column of numbers, of the rows that are kept."""
-        return self.table[name].to_numpy()[self.kept_rows]
+        return self.table[name].to_numpy()[self.usable_rows]
 
     def count(self, name: str) -> int:
         """The number of rows with a flag, also of those that are left out."""
@@ -110,7 +110,7 @@ class Tokenized:
 
     def text(self, index: int) -> str | None:
         """The column 'text' of a row that is kept."""
-        return self.table["text"][int(self.kept_rows[index])].as_py()
+        return self.table["text"][int(self.usable_rows[index])].as_py()
 
 
 def bad_rows_error(first: str | None, bad: int, count: int, good: bool) -> UserError:

@@ -392,6 +392,12 @@ def _identity(x: Any) -> Any:
     return x  # a function, since each lambda would be another program
 
 
+def path_names(tree: Any) -> list[str]:
+    """The path of each leaf of a pytree, as 'policy/backbone/...', in the order of `jax.tree.leaves`."""
+    leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
+    return [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in leaves]
+
+
 def fetch(tree: Any) -> Any:
     """Whole arrays on the host, as numpy. With several processes, every one must call it, in the same order.
 

@@ -14,7 +14,7 @@ from rlhf_jax.config import command_line
 from rlhf_jax.errors import UserError
 from rlhf_jax.parallel import jax_settings, xla_flags
 from rlhf_jax.rerun.recompute import OpenedBatch, OpenedUpdate, by_path, recomputing
-from rlhf_jax.rerun.recorded import RecordedRun, same, stage_folders
+from rlhf_jax.rerun.recorded import WHY_OTHERS, RecordedRun, same, stage_folders
 from rlhf_jax.runtime import compile_cache
 from rlhf_jax.runtime.config_diff import differences
 from rlhf_jax.utils.output import guarded_output
@@ -174,15 +174,9 @@ def _log_metrics(a: RecordedRun, b: RecordedRun, step: int, names: list[str], lo
 
 
 _METRICS_IN_ORDER = (
-    "learning_rate",
-    "lr",
-    "critic_lr",
-    "num_tokens",
-    "val/response_length",
-    "completions/",
-    "rewards/",
+    *("learning_rate", "lr", "critic_lr", "num_tokens", "val/response_length", "completions/", "rewards/"),
+    *("objective/scores", "reward", "objective/", "sampling/", "loss", "policy/", "val/", "grad_norm"),
 )
-_METRICS_IN_ORDER += ("objective/scores", "reward", "objective/", "sampling/", "loss", "policy/", "val/", "grad_norm")
 
 
 def _order_of_metric(name: str) -> int:
@@ -194,10 +188,9 @@ def _order_of_metric(name: str) -> int:
 def _first_rows(a: RecordedRun, b: RecordedRun) -> tuple[int | None, list[str]]:
     """(the first update whose rows.jsonl differ, lines on its first rows); (None, []) without one."""
     for step in sorted(a.rows.keys() & b.rows.keys()):
-        one, other = a.rows[step], b.rows[step]
-        if one == other or all(map(same, _flat(one), _flat(other))) and len(_flat(one)) == len(_flat(other)):
-            continue
-        lines = []
+        one, other, lines = a.rows[step], b.rows[step], []
+        if [*one["rewards"]] != [*other["rewards"]]:
+            lines.append(f"rewards {', '.join(one['rewards'])} and {', '.join(other['rewards'])}")
         for what, old, new in _columns(one, other):
             places = [i for i, pair in enumerate(zip(old, new)) if not same(*pair)]
             if len(old) != len(new):
@@ -207,7 +200,8 @@ def _first_rows(a: RecordedRun, b: RecordedRun) -> tuple[int | None, list[str]]:
                 values = "" if what == "tokens" else f": {old[i]} | {new[i]}"
                 row = f"row {i} of the batch (row {one['rows'][i]} of the data)"
                 lines.append(f"{what} of {len(places)} of {len(old)} rows differ, first of {row}{values}")
-        return step, lines
+        if lines:
+            return step, lines
     return None, []
 
 
@@ -217,11 +211,6 @@ def _columns(one: dict[str, Any], other: dict[str, Any]) -> Iterator[tuple[str, 
     for name in one["rewards"]:
         if name in other["rewards"]:
             yield f"rewards {name}", one["rewards"][name], other["rewards"][name]
-
-
-def _flat(line: dict[str, Any]) -> list[Any]:
-    columns = [*line["rewards"].values()]
-    return [*line["rows"], *line["tokens"], *(value for column in columns for value in column), *line["rewards"]]
 
 
 # --- checkpoints
@@ -270,12 +259,9 @@ def _compare_tensors(a: RecordedRun, b: RecordedRun, step: int, log: Callable[[s
         except UserError as error:
             log(f"the {which} run cannot be recomputed: {error}")
             return
-        again = first_difference({step: run.metrics.get(step, {})}, {step: updates[-1].metrics})[1]
-        again = [name for name in again if name in run.metrics.get(step, {}) and name in updates[-1].metrics]
-        if again:
+        if names := run.differing(step, updates[-1].metrics):
             log(
-                f"note: the {which} run is not what is recomputed here ({', '.join(again[:3])} differ): other code, "
-                "versions or hardware, or an option that was changed later"
+                f"note: recomputing gives other numbers than the {which} run has ({', '.join(names[:3])}): {WHY_OTHERS}"
             )
     cells, verdict = [["tensor", "largest difference", "in norm"]], None
     for name, one, other in _tensors(*updates):

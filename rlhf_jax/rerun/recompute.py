@@ -51,7 +51,7 @@ class OpenedBatch:
 
     Attributes:
       rows: [B] in the data set; prompts, completions: texts.
-      prompt_tokens: [B, C]; prompt_lengths: [B]; response: [B, T]; lengths: [B], -1: the response goes on.
+      prompt_tokens: [B, C]; prompt_lengths: [B]; response: [B, T]; lengths: [B], -1: the response is not finished.
       ended: [B] bool; trained: [B, T] bool, tokens that are trained on.
       sampler_logprobs: [B, T].
       rewards: [B, F]; scores: [B]; reward_names: [F].
@@ -162,7 +162,7 @@ class Recomputation:
         return dataclasses.replace(config, reward_funcs=(), reward_server=None)
 
     def _recorded_reward(self, name: str, first: bool) -> Callable:
-        """A reward function that returns what is recorded; `first` logs the metrics that functions logged."""
+        """A reward function that returns the recorded rewards; `first`: it also logs the recorded metrics."""
 
         def function(prompts, completions, trainer_state, log_metric, **columns):
             line = self.run.rows.get(trainer_state.global_step + 1)
@@ -192,7 +192,7 @@ class Recomputation:
         """Goes to where the recomputation of the same run with other options is.
 
         Raises:
-          UserError: the options change what is trained.
+          UserError: with these options the train state has another structure.
         """
         if jax.tree.structure(self.state) != jax.tree.structure(other.state):
             raise UserError("these options change what the run trains: no update of the run can go on with them")
@@ -224,17 +224,16 @@ class Recomputation:
         while self.step < step:
             self._update()
 
-    def _update(self, **options: Any) -> tuple[dict[str, Any], dict[str, Any] | None]:
-        """Recomputes the next update: (its metrics, its row record)."""
+    def _update(self, **options: Any) -> dict[str, Any]:
+        """Recomputes the next update. Returns its metrics."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of rewards, told when the run was
             self.state, metrics, _ = self.stage.train_step(self.state, self.step, **options)
         self.step += 1
-        self._logger.log(self.step, metrics, rows=self.stage.row_record())
+        self._logger.log(self.step, metrics)
         self._logger.flush()
-        entry = self._entries.pop()
-        metrics = {name: value for name, value in entry.metrics.items() if not name.startswith("nonfinite/")}
-        return metrics, entry.rows
+        metrics = self._entries.pop().metrics
+        return {name: value for name, value in metrics.items() if not name.startswith("nonfinite/")}
 
     def open(self, step: int) -> OpenedUpdate:
         """Recomputes the updates up to `step`, and opens that one."""
@@ -248,7 +247,7 @@ class Recomputation:
                 batches.append((_Observed(stage, state, batch, experience), experience))
 
             options["observe"] = observe
-        metrics, _ = self._update(**options)
+        metrics = self._update(**options)
         batch = None
         if batches:
             observed, experience = batches[0]
@@ -306,9 +305,7 @@ class _Observed:
 
 def by_path(tree: Any) -> dict[str, np.ndarray]:
     """The arrays of a pytree on the host, by path."""
-    leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
-    names = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in leaves]
-    return dict(zip(names, sharding.fetch([leaf for _, leaf in leaves])))
+    return dict(zip(sharding.path_names(tree), sharding.fetch(jax.tree.leaves(tree)), strict=True))
 
 
 @contextmanager

@@ -64,9 +64,18 @@ class RecordedRun:
         """The newest saved update before `step`; 0: the start."""
         return max((saved for saved in self.folder.saved_steps() if saved < step), default=0)
 
+    def differing(self, step: int, metrics: dict[str, Any]) -> list[str]:
+        """Names of the metrics of an update that the run has with other values than `metrics`."""
+        recorded = self.metrics.get(step, {})
+        return [name for name, value in metrics.items() if name in recorded and not same(value, recorded[name])]
+
     def options(self) -> dict[str, Any]:
         """The options of config.json."""
         return json.loads(config_files.to_json(self.config))
+
+
+WHY_OTHERS = "other code, versions or hardware, or an option that was changed later"
+"""Why a recomputation may not give the numbers of the run."""
 
 
 def _by_step(path: str) -> dict[int, dict[str, Any]]:

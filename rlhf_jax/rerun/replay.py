@@ -18,7 +18,7 @@ from rlhf_jax.option import field_types, nearest
 from rlhf_jax.parallel import jax_settings, xla_flags
 from rlhf_jax.rerun import page
 from rlhf_jax.rerun.recompute import OpenedUpdate, recomputing
-from rlhf_jax.rerun.recorded import RecordedRun, same, stage_folders
+from rlhf_jax.rerun.recorded import WHY_OTHERS, RecordedRun, same, stage_folders
 from rlhf_jax.runtime import compile_cache
 from rlhf_jax.utils.output import guarded_output
 from rlhf_jax.utils.tables import plain_table, short_cell
@@ -145,7 +145,7 @@ def rows_of(update: OpenedUpdate, config: Any) -> list[dict[str, Any]]:
     low, high = clip_range(config)
     table = []
     for i, length in enumerate(batch.lengths):
-        if length < 0:  # it goes on in the next update
+        if length < 0:  # it continues in the next update
             continue
         inside, trained = slice(0, int(length)), batch.trained[i, : int(length)]
         tokens = {name: _floats(getattr(batch, name), i, inside) for name in _TOKEN_FIELDS}
@@ -182,8 +182,10 @@ def rows_of(update: OpenedUpdate, config: Any) -> list[dict[str, Any]]:
     return table
 
 
-_TOKEN_FIELDS = ("sampler_logprobs", "logprobs", "ref_logprobs", "new_logprobs", "kl", "advantages", "values")
-_TOKEN_FIELDS += ("new_values", "returns")
+_TOKEN_FIELDS = (
+    *("sampler_logprobs", "logprobs", "ref_logprobs", "new_logprobs", "kl"),
+    *("advantages", "values", "new_values", "returns"),
+)
 
 
 def _floats(x: Any, row: int, inside: slice) -> list[float] | None:
@@ -230,20 +232,14 @@ def _report(
     log: Callable[[str], None],
 ) -> None:
     """Prints, and writes the files of, an update and its counterfactual."""
-    recorded = run.metrics[step]
-    different = [n for n, x in updates[0].metrics.items() if n in recorded and not same(x, recorded[n])]
-    count = sum(name in recorded for name in updates[0].metrics)
-    if different:
-        log(
-            f"note: {len(different)} of {count} metrics are not those of the run ({', '.join(different[:4])}): other "
-            "code, versions or hardware, or an option that was changed later"
-        )
+    count = sum(name in run.metrics[step] for name in updates[0].metrics)
+    if names := run.differing(step, updates[0].metrics):
+        log(f"note: {len(names)} of {count} metrics are not those of the run ({', '.join(names[:4])}): {WHY_OTHERS}")
     else:
         log(f"all {count} metrics are those of the run, bit by bit")
     folder = options.out or os.path.join(run.folder.path, "replay")
-    names = [str(step), *(["_".join([str(step), *options.set])] if options.set else [])]
     tables = []
-    for name, update in zip(names, updates):
+    for name, update in zip((str(step), "_".join([str(step), *options.set])), updates):
         if update.batch is None:
             log("no response had a score: nothing was learned")
             return

@@ -20,6 +20,7 @@ import orbax.checkpoint as ocp
 
 from rlhf_jax.errors import UserError
 from rlhf_jax.parallel import multihost
+from rlhf_jax.parallel.sharding import path_names
 from rlhf_jax.runtime.checksums import checksums
 from rlhf_jax.utils.text import bytes_text
 
@@ -38,14 +39,9 @@ class Damaged(UserError):
     """A checkpoint exists, but it is not what was saved."""
 
 
-def _names(tree: Any) -> list[str]:
-    leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
-    return [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in leaves]
-
-
 def _tensors(tree: Any) -> dict[str, list]:
     """{path: [shape, dtype]} of every leaf."""
-    return {name: [list(np.shape(x)), str(x.dtype)] for name, x in zip(_names(tree), jax.tree.leaves(tree))}
+    return {name: [list(np.shape(x)), str(x.dtype)] for name, x in zip(path_names(tree), jax.tree.leaves(tree))}
 
 
 def _check_tensors(saved: dict[str, list], expected: dict[str, list], where: str) -> None:
@@ -350,7 +346,7 @@ class Checkpoints:
         if any(multihost.gather_objects(error is not None)):
             raise self._damaged(step, error or OSError("on another process")) from error
         sums = np.asarray(checksums(state)).tolist()
-        for name, saved, restored in zip(_names(like), notes["sums"], sums, strict=True):
+        for name, saved, restored in zip(path_names(like), notes["sums"], sums, strict=True):
             if saved != restored:
                 raise self._damaged(step, ValueError(f"{name} is not what was saved: its checksum differs"))
         return state, notes["extra"]

@@ -311,11 +311,11 @@ def for_each_kind(line: Callable[[str, str, dict], str]) -> Callable[[str, str, 
 @for_each_kind
 def rloo_line(model: str, way: str, row: dict) -> str:
     """With the logits and the largest array."""
-    held = [sum(row["parts"].values()), row["cache"]]
+    residents = [sum(row["parts"].values()), row["cache"]]
     head = f"| {model} | {SHAPES[model]['config']['vocab_size']:,} | {way} "
     if not row["fits"]:
         return f"{head}| larger than {row['topology']} |" + " |" * 10
-    sizes = " | ".join([*(f"{size / GIB:.1f}" for size in held), *_peaks(row)])
+    sizes = " | ".join([*(f"{size / GIB:.1f}" for size in residents), *_peaks(row)])
     where = f"{row['topology']} | {'x'.join(map(str, row['mesh']))} | {row['micro']}"
     block = f"{row['logits']['whole'] / MIB:,.0f} | {row['logits']['block'] / MIB:.0f}"
     size, kind = row["programs"]["update"]["largest"]
@@ -340,9 +340,9 @@ def images_line(model: str, way: str, row: dict) -> str:
     head = f"| {model} | {way} "
     if not row["fits"]:
         return f"{head}| larger than {row['topology']} |" + " |" * 7
-    held = f"{sum(row['parts'].values()) / GIB:.1f} | {row['cache'] / GIB:.1f}"
+    residents = f"{sum(row['parts'].values()) / GIB:.1f} | {row['cache'] / GIB:.1f}"
     where = f"{row['topology']} | {'x'.join(map(str, row['mesh']))} | {row['micro']}"
-    return f"{head}| {where} | {held} | {' | '.join(_peaks(row))} | {row['limit'] / GIB:.4g} |"
+    return f"{head}| {where} | {residents} | {' | '.join(_peaks(row))} | {row['limit'] / GIB:.4g} |"
 
 
 GPUS_HEAD = "| model | trained | GPUs | rows | models | cache | generation | update | of |"
@@ -367,8 +367,8 @@ def _gpus_line(model: str, way: str, row: dict, count: int, larger: dict | None)
     smallest = row if row["fits"] else larger
     if row["fits"] and row["chips"] == count:
         sizes = [sum(row["parts"].values()), row["cache"]]
-        held = " | ".join(f"{size / GIB:.1f}" for size in sizes)
-        return f"{head}| {row['micro']} | {held} | {' | '.join(_peaks(row))} | {row['limit'] / GIB:.1f} |"
+        residents = " | ".join(f"{size / GIB:.1f}" for size in sizes)
+        return f"{head}| {row['micro']} | {residents} | {' | '.join(_peaks(row))} | {row['limit'] / GIB:.1f} |"
     fits = f"fits {smallest['topology']}" if smallest is not None else "fits none that was tried"
     return f"{head}| | | | | **too much** | {row['limit'] / GIB:.1f}; {fits} |"
 

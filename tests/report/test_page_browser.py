@@ -1,22 +1,12 @@
 """The report in a real browser: no error, charts are drawn, tables filter, a phone and the dark can read it."""
 
-import shutil
-
 import pytest
 
 from rlhf_jax import report
 from rlhf_jax.config import PPOConfig
 from tests.helpers import report_runs
+from tests.helpers.browser import WebDriverWait, chromium
 
-webdriver = pytest.importorskip("selenium.webdriver", reason="pip install '.[test]' for selenium")
-WebDriverWait = pytest.importorskip("selenium.webdriver.support.wait").WebDriverWait
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-DRIVER = shutil.which("chromedriver")
-if CHROMIUM is None or DRIVER is None:
-    pytest.skip("needs a Chromium and its driver: apt-get install chromium chromium-driver", allow_module_level=True)
-
-FLAGS = "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
-FLAGS += "--disable-component-update --disable-sync --disable-dev-shm-usage --force-device-scale-factor=1"
 DRAWN = """
 const style = getComputedStyle(document.documentElement);
 const shades = [0, 1, 2, 3, 4, 5, 6, 7].map(
@@ -63,15 +53,8 @@ def address(tmp_path_factory):
 @pytest.fixture(scope="module")
 def browser(tmp_path_factory):
     """One headless Chromium for all of these tests."""
-    options = webdriver.ChromeOptions()
-    options.binary_location = CHROMIUM
-    for flag in [*FLAGS.split(), f"--user-data-dir={tmp_path_factory.mktemp('profile')}"]:
-        options.add_argument(flag)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    # The driver is given, so that selenium looks for none and downloads none.
-    driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(DRIVER))
-    yield driver
-    driver.quit()
+    with chromium(tmp_path_factory.mktemp("profile")) as driver:
+        yield driver
 
 
 @pytest.fixture

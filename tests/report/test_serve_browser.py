@@ -1,6 +1,5 @@
 """A live report in a real browser: it takes new data and stays where its reader left it."""
 
-import shutil
 import threading
 
 import pytest
@@ -8,16 +7,8 @@ import pytest
 from rlhf_jax.config import PPOConfig
 from rlhf_jax.report import serve
 from tests.helpers import report_runs
+from tests.helpers.browser import WebDriverWait, chromium
 
-webdriver = pytest.importorskip("selenium.webdriver", reason="pip install '.[test]' for selenium")
-WebDriverWait = pytest.importorskip("selenium.webdriver.support.wait").WebDriverWait
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-DRIVER = shutil.which("chromedriver")
-if CHROMIUM is None or DRIVER is None:
-    pytest.skip("needs a Chromium and its driver: apt-get install chromium chromium-driver", allow_module_level=True)
-
-FLAGS = "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
-FLAGS += "--disable-component-update --disable-sync --disable-dev-shm-usage --force-device-scale-factor=1"
 STATE = """
 const tab = document.querySelector('.tab.open'), plot = (i) => tab.querySelectorAll('.plot')[i].plot;
 const text = (selector) => tab.querySelector(selector).selectedOptions[0].text;
@@ -59,14 +50,8 @@ return new Promise((done) => setTimeout(done, 200));"""
 @pytest.fixture(scope="module")
 def browser(tmp_path_factory):
     """One headless Chromium for all of these tests."""
-    options = webdriver.ChromeOptions()
-    options.binary_location = CHROMIUM
-    for flag in [*FLAGS.split(), f"--user-data-dir={tmp_path_factory.mktemp('profile')}"]:
-        options.add_argument(flag)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(DRIVER))
-    yield driver
-    driver.quit()
+    with chromium(tmp_path_factory.mktemp("profile")) as driver:
+        yield driver
 
 
 @pytest.fixture
