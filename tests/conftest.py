@@ -30,7 +30,7 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 
 
 @pytest.fixture(scope="session", autouse=True)
-def compiled():
+def compilation_cache():
     """A compilation cache that the workers, the processes they start and later sessions share.
 
     JAX_COMPILATION_CACHE_DIR names another folder, or none if empty.
