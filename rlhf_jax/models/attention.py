@@ -7,8 +7,8 @@ H heads, KV heads of keys and values, K head size.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
-from typing import Any
+from functools import partial, reduce
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
@@ -121,40 +121,60 @@ def attend(
     The sum is divided after the product with the values: [Q, K] divisions rather than [Q, S].
     A query that may see no key gets the mean of the values rather than NaN; such rows are padding.
     """
-    scores = _scores(score, _scale(score, query), key, keep, _KEYS_IN_ROWS)
+    scores = jnp.einsum("bhqk,bhsk->bhqs", _scale(score, query), key, preferred_element_type=jnp.float32)
+    scores = score.masked(scores, keep)
     weights = jnp.exp(scores - jax.lax.stop_gradient(scores.max(axis=-1, keepdims=True)))
     total = weights.sum(axis=-1, keepdims=True)
     return (_weighted_sum(drop(weights), value) / total).astype(value.dtype)
 
 
+class Keys(NamedTuple):
+    """Keys and values that queries attend to."""
+
+    key: Array  # [N, S, KV, K]
+    value: Array  # [N, S, KV, K]
+    mask: Array  # bool [N, S], False for padding
+
+
 def causal_attention(
     query: Array,
-    key: Array,
-    value: Array,
-    mask: Array,
+    keys: Keys,
     score: ScoreFunction,
     *,
+    prefix: Keys | None = None,
     window: Array | int | None = None,
     drop: Callable[[Array], Array] | None = None,
     segment_ids: Array | None = None,
 ) -> Array:
-    """Attention of the last Q of S positions to the unmasked positions up to themselves.
+    """Attention of the last Q of S positions to the unmasked positions up to themselves, and to a prefix of the row.
 
-    query [B, Q, H, K], key and value [B, S, KV, K], mask [B, S] bool of keys -> [B, Q, H, K]. Head h reads key h // (H
-    / KV). With `window` W position i sees i - W < j <= i; with `segment_ids` [B, S] int32 it sees its own segment only.
     Queries go in blocks, and a block skips the keys after its last query, which are all masked: nearly half of the work
-    of long rows. `drop` takes a block's weights [B, H, Q, S'], of the first S' columns to the last Q of them. Without
-    it the backward pass recomputes the weights from their log-sum-exp, so that none are kept (Dao et al. 2022,
-    arXiv:2205.14135, algorithm 4); it has no forward-mode derivative.
+    of long rows. The backward pass recomputes the weights from their log-sum-exp, so that none are stored (Dao et al.
+    2022, arXiv:2205.14135, algorithm 4); it has no forward-mode derivative.
+
+    Args:
+      query: [B, Q, H, K]. Head h reads the keys of head h // (H / KV).
+      keys: of the same B rows, S columns.
+      score: the scale and soft cap of the scores.
+      prefix: columns before those of `keys`, N = P: G = B / P rows continue each, row i prefix i // G. Both are in one
+        softmax. Neither a prefix nor a key that several heads read is copied: their queries are grouped instead.
+      window: position i sees i - W < j <= i.
+      drop: takes a block's weights [B, H, Q, S'], of the first S' columns to the last Q of them. With it JAX
+        differentiates the forward pass, and `prefix` is None.
+      segment_ids: [B, S] int32; a position sees its own segment only. Without a prefix.
+
+    Returns:
+      [B, Q, H, K].
     """
-    if key.shape[2] != query.shape[2]:
-        key, value = (jnp.repeat(x, query.shape[2] // x.shape[2], axis=2) for x in (key, value))
+    if prefix is None and keys.key.shape[2] != query.shape[2]:
+        copies = query.shape[2] // keys.key.shape[2]
+        keys = keys._replace(key=jnp.repeat(keys.key, copies, axis=2), value=jnp.repeat(keys.value, copies, axis=2))
     if drop is None:
-        return _causal(score, query, key, value, mask, window, segment_ids)
-    query, key, value = (a.swapaxes(1, 2) for a in (query, key, value))
+        return _blocked(score, query, keys, prefix, window, segment_ids)
+    query, key, value = (a.swapaxes(1, 2) for a in (query, keys.key, keys.value))
     out = []
     for start, stop, seen in _query_blocks(query.shape[2], key.shape[2]):
-        keep = causal_mask(mask, stop - start, seen, window, segment_ids)
+        keep = causal_mask(keys.mask, stop - start, seen, window, segment_ids)
         part = (query[:, :, start:stop], key[:, :, :seen], value[:, :, :seen], keep)
         out.append(attend(*part, drop, score))
     return jnp.concatenate(out, axis=2).swapaxes(1, 2)
@@ -171,7 +191,6 @@ def _query_blocks(queries: int, keys: int) -> list[tuple[int, int, int]]:
 def _map_query_blocks(
     function: Callable[..., tuple[Any, tuple[Array, ...]]],
     arrays: tuple[Array, ...],
-    axes: tuple[int, ...],
     keys: int,
     carry: Any = None,
 ) -> tuple[Any, tuple[Array, ...]]:
@@ -183,30 +202,28 @@ def _map_query_blocks(
     Args:
       function: (carry, arrays of a block, the columns of its first query and of the first key that none of it sees) ->
         (carry, outputs [B, H, Q, n] of the block).
-      arrays: [B, H, Q, n], or with the queries on another axis.
-      axes: of the queries in each array.
+      arrays: [B, H, Q, n] each.
       keys: S; the queries are in the last of S columns.
       carry: of the first block.
 
     Returns:
       (carry, outputs [B, H, Q, n] of all blocks)
     """
-    queries, outs = arrays[0].shape[axes[0]], []
+    queries, outs = arrays[0].shape[2], []
     if queries <= SEGMENTS * QUERY_BLOCK:
         for start, stop, seen in _query_blocks(queries, keys):
-            part = tuple(x[*[slice(None)] * axis, start:stop] for x, axis in zip(arrays, axes, strict=True))
+            part = tuple(x[:, :, start:stop] for x in arrays)
             carry, out = function(carry, part, seen - stop + start, seen)
             outs.append(out)
         return carry, tuple(jnp.concatenate(parts, axis=2) for parts in zip(*outs, strict=True))
     blocks = -(-queries // QUERY_BLOCK)
     padding = blocks * QUERY_BLOCK - queries  # queries before the first column see no key
 
-    def split(x: Array, axis: int) -> Array:
-        x = jnp.pad(x, [(padding if i == axis else 0, 0) for i in range(x.ndim)])
-        x = x.reshape(*x.shape[:axis], blocks, QUERY_BLOCK, *x.shape[axis + 1 :])
-        return jnp.moveaxis(x, axis, 0)
+    def split(x: Array) -> Array:
+        x = jnp.pad(x, ((0, 0), (0, 0), (padding, 0), (0, 0)))
+        return jnp.moveaxis(x.reshape(*x.shape[:2], blocks, QUERY_BLOCK, -1), 2, 0)
 
-    parts = tuple(split(x, axis) for x, axis in zip(arrays, axes, strict=True))
+    parts = tuple(map(split, arrays))
     begin, loop = keys - blocks * QUERY_BLOCK, -(-blocks // SEGMENTS)
     for start in range(0, blocks, loop):
         stop = min(start + loop, blocks)
@@ -261,14 +278,10 @@ def causal_keep(queries: Array, keys: Array, window: Array | int | None) -> Arra
 # and values are made as [K, S].
 
 
-def _scores(score: ScoreFunction, query: Array, key: Array, keep: Array, equation: str = "bhkq,bhks->bhqs") -> Array:
-    """[B, H, K, Q] scaled, [B, H, K, S], keep -> [B, H, Q, S] float32; `equation` for other layouts."""
-    scores = score.cap(jnp.einsum(equation, query, key, preferred_element_type=jnp.float32))
-    return jnp.where(keep, scores, jnp.finfo(jnp.float32).min)
-
-
-# A cache is stored as [S, K]; transposing it for each decoded token would cost more than the product.
-_KEYS_IN_ROWS = "bhqk,bhsk->bhqs"
+def _scores(score: ScoreFunction, queries: Array, part: _Part) -> Array:
+    """Scaled queries [N, KV, R, K] -> [N, KV, R, S] float32."""
+    scores = jnp.einsum("bhkq,bhks->bhqs", queries.swapaxes(2, 3), part.key, preferred_element_type=jnp.float32)
+    return score.masked(scores, part.keep)
 
 
 def _weighted_sum(weights: Array, value: Array) -> Array:
@@ -285,70 +298,140 @@ def _scale(score: ScoreFunction, query: Array) -> Array:
     return query * jnp.asarray(score.scale, query.dtype)
 
 
-def _softmax_weighted_mean(scores: Array, value: Array) -> tuple[Array, Array]:
-    """[B, H, Q, S], [B, H, S, K] -> (weighted mean of the values [B, H, Q, K], log-sum-exp [B, H, Q, 1]), float32."""
-    peak = scores.max(axis=-1, keepdims=True)
-    weights = jnp.exp(scores - peak)
-    total = weights.sum(axis=-1, keepdims=True)
-    return _weighted_sum(weights, value) / total, peak + jnp.log(total)
+def group_by_prefix(x: Array, prefixes: int) -> Array:
+    """[B, H, R, n] -> [P, H, G R, n], the queries of all continuations of a prefix side by side."""
+    rows, heads, _, size = x.shape
+    if rows == prefixes:
+        return x
+    x = x.reshape(prefixes, rows // prefixes, heads, -1, size).swapaxes(1, 2)
+    return x.reshape(prefixes, heads, -1, size)
 
 
-def _score_gradient(
-    score: ScoreFunction, scores: Array, logsumexp: Array, d_out: Array, value: Array, dot: Array
-) -> tuple[Array, Array]:
-    """(weights, gradient of the scores), both [B, H, Q, S] float32; d_out [B, H, K, Q], value [B, H, K, S], dot
-    [B, H, Q, 1] the products of output and d_out."""
-    weights = jnp.exp(scores - logsumexp)
-    d_weights = jnp.einsum("bhkq,bhks->bhqs", d_out, value, preferred_element_type=jnp.float32)
-    d_scores = weights * (d_weights - dot)
-    return weights, d_scores if score.softcap is None else d_scores * score.slope(scores)
+def ungroup(x: Array, rows: int) -> Array:
+    """The inverse of `group_by_prefix`: [P, H, G R, n] -> [B, H, R, n]."""
+    prefixes, heads, _, size = x.shape
+    if rows == prefixes:
+        return x
+    x = x.reshape(prefixes, heads, rows // prefixes, -1, size).swapaxes(1, 2)
+    return x.reshape(rows, heads, -1, size)
 
 
-def _keys_last(x: Array) -> Array:
-    return x.transpose(0, 2, 3, 1)  # [B, S, H, K] -> [B, H, K, S]
+class _Part(NamedTuple):
+    """Keys and values as a block of queries reads them; N is B, or P for a prefix."""
+
+    key: Array  # [N, KV, K, S]
+    value: Array  # [N, KV, K, S]
+    keep: Array  # bool [N, 1, R or 1, S], by query as `group_by_prefix` has them
+
+
+class _Block(NamedTuple):
+    """A block of queries."""
+
+    count: int
+    first: Array | int  # its first query's column among the keys
+    seen: int  # keys before this column are all that its last query sees
+    shared: int  # H / KV, heads that read a key
+
+
+def _parts(
+    keys: Keys, prefix: Keys | None, window: Array | int | None, segment_ids: Array | None
+) -> tuple[list[Array], Callable[[_Block], list[_Part]]]:
+    """(key and value [N, KV, K, S] of the prefix, if there is one, and of `keys`; block -> its parts in this order)."""
+    sets = [keys] if prefix is None else [prefix, keys]
+    arrays = [x.transpose(0, 2, 3, 1) for keys in sets for x in (keys.key, keys.value)]
+
+    def parts_of(block: _Block) -> list[_Part]:
+        keep = causal_mask(keys.mask, block.count, block.seen, window, segment_ids, block.first)
+        keep = jnp.tile(keep, (1, 1, block.shared, 1)) if block.shared > 1 else keep
+        part = _Part(*(x[..., : block.seen] for x in arrays[-2:]), keep)
+        if prefix is None:
+            return [part]
+        keep, before = prefix.mask[:, None, None, :], prefix.mask.shape[1]
+        if window is not None:
+            near = causal_keep(_columns(before + block.first, block.count), jnp.arange(before), window)
+            copies = block.shared * (len(keys.mask) // len(prefix.mask))
+            keep = keep & jnp.tile(near, (copies, 1))[None, None]
+        return [_Part(*arrays[:2], keep), part]
+
+    return arrays, parts_of
+
+
+def _by_key_head(query: Array, key_heads: int) -> Array:
+    """[B, H, Q, n] -> [B, KV, H / KV * Q, n], the queries of all heads that read a key side by side."""
+    rows, heads, _, size = query.shape
+    return query if heads == key_heads else query.reshape(rows, key_heads, -1, size)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _causal(score, query, key, value, mask, window, segment_ids) -> Array:
-    return _causal_forward(score, query, key, value, mask, window, segment_ids)[0]
+def _blocked(score, query, keys, prefix, window, segment_ids) -> Array:
+    return _blocked_forward(score, query, keys, prefix, window, segment_ids)[0]
 
 
-def _causal_forward(score, query, key, value, mask, window, segment_ids) -> tuple[Array, tuple]:
-    queries, keys, values = _keys_last(_scale(score, query)), _keys_last(key), value.swapaxes(1, 2)
+def _blocked_forward(score, query, keys, prefix, window, segment_ids) -> tuple[Array, tuple]:
+    queries, key_heads = _scale(score, query).swapaxes(1, 2), keys.key.shape[2]
+    _, parts_of = _parts(keys, prefix, window, segment_ids)
 
-    def block(_: None, part: tuple[Array, ...], first: Array | int, seen: int) -> tuple[None, tuple[Array, Array]]:
-        keep = causal_mask(mask, part[0].shape[3], seen, window, segment_ids, first)
-        return None, _softmax_weighted_mean(_scores(score, part[0], keys[..., :seen], keep), values[:, :, :seen])
+    def block(_: None, arrays: tuple[Array], first: Array | int, seen: int) -> tuple[None, tuple[Array, Array]]:
+        (rows, heads, count, _), queries = arrays[0].shape, _by_key_head(arrays[0], key_heads)
+        parts = parts_of(_Block(count, first, seen, heads // key_heads))
+        out, logsumexp = _softmax_weighted_mean(score, queries, parts)
+        return None, (out.reshape(rows, heads, count, -1), logsumexp.reshape(rows, heads, count, 1))
 
-    _, (out, logsumexp) = _map_query_blocks(block, (queries,), (3,), key.shape[1])
-    out, logsumexp = checkpoint_name((out.swapaxes(1, 2).astype(value.dtype), logsumexp), ATTENTION)
-    return out, (query, key, value, mask, window, segment_ids, out, logsumexp)
+    _, (out, logsumexp) = _map_query_blocks(block, (queries,), keys.key.shape[1])
+    out, logsumexp = checkpoint_name((out.swapaxes(1, 2).astype(query.dtype), logsumexp), ATTENTION)
+    return out, (query, keys, prefix, window, segment_ids, out, logsumexp)
 
 
-def _causal_backward(score, residuals: tuple, d_out: Array) -> tuple[Array | None, ...]:
-    query, key, value, mask, window, segment_ids, out, logsumexp = residuals
-    query_rows, keys, values = _scale(score, query).swapaxes(1, 2), _keys_last(key), _keys_last(value)
-    queries, key_rows = query_rows.swapaxes(2, 3), key.swapaxes(1, 2)
-    dot = _row_dot(out, d_out)
-    d_out_rows = d_out.swapaxes(1, 2)
-    d_outs = d_out_rows.swapaxes(2, 3)
+def _softmax_weighted_mean(score: ScoreFunction, queries: Array, parts: list[_Part]) -> tuple[Array, Array]:
+    """Queries [B, KV, R, K] -> (mean of the values weighted by one softmax over all parts [B, KV, R, K], log-sum-exp
+    [B, KV, R, 1]), float32."""
+    rows = len(queries)
+    scores = [_scores(score, group_by_prefix(queries, len(part.key)), part) for part in parts]
+    peak = reduce(jnp.maximum, (ungroup(x.max(axis=-1, keepdims=True), rows) for x in scores))
+    weights = [jnp.exp(x - group_by_prefix(peak, len(x))) for x in scores]
+    total = reduce(jnp.add, (ungroup(x.sum(axis=-1, keepdims=True), rows) for x in weights))
+    values = (part.value.swapaxes(2, 3) for part in parts)
+    out = reduce(jnp.add, (ungroup(_weighted_sum(*pair), rows) for pair in zip(weights, values, strict=True)))
+    return out / total, peak + jnp.log(total)
 
-    def block(carry: tuple[Array, Array], part: tuple[Array, ...], first: Array | int, seen: int):
-        (d_key, d_value), (queries, query_rows, logsumexp, d_outs, dot, d_out_rows) = carry, part
-        keep = causal_mask(mask, queries.shape[3], seen, window, segment_ids, first)
-        scores = _scores(score, queries, keys[..., :seen], keep)
-        weights, d_scores = _score_gradient(score, scores, logsumexp, d_outs, values[..., :seen], dot)
-        d_query = _weighted_sum(d_scores, key_rows[:, :, :seen])
-        d_key = d_key.at[..., :seen].add(_sum_over_queries(d_scores, query_rows))
-        d_value = d_value.at[..., :seen].add(_sum_over_queries(weights, d_out_rows))
-        return (d_key, d_value), (d_query,)
 
-    zeros = jnp.zeros(keys.shape, jnp.float32)
-    arrays, axes = (queries, query_rows, logsumexp, d_outs, dot, d_out_rows), (3, 2, 2, 3, 2, 2)
-    (d_key, d_value), (d_query,) = _map_query_blocks(block, arrays, axes, key.shape[1], (zeros, zeros))
+def _blocked_backward(score, residuals: tuple, d_out: Array) -> tuple[Any, ...]:
+    query, keys, prefix, window, segment_ids, out, logsumexp = residuals
+    key_heads = keys.key.shape[2]
+    arrays, parts_of = _parts(keys, prefix, window, segment_ids)
+
+    def block(sums: tuple[Array, ...], arrays: tuple[Array, ...], first: Array | int, seen: int):
+        rows, heads, count, _ = arrays[0].shape
+        arrays_by_key = [_by_key_head(x, key_heads) for x in arrays]
+        d_queries, d_keys = [], []
+        for part in parts_of(_Block(count, first, seen, heads // key_heads)):
+            grouped = (group_by_prefix(x, len(part.key)) for x in arrays_by_key)
+            d_query, *d_key_and_value = _part_gradients(score, part, *grouped)
+            d_queries.append(ungroup(d_query, rows))
+            d_keys += d_key_and_value
+        sums = tuple(x.at[..., : d.shape[-1]].add(d) for x, d in zip(sums, d_keys, strict=True))
+        return sums, (reduce(jnp.add, d_queries).reshape(arrays[0].shape),)
+
+    rows = (_scale(score, query).swapaxes(1, 2), logsumexp, _row_dot(out, d_out), d_out.swapaxes(1, 2))
+    zeros = tuple(jnp.zeros(x.shape, jnp.float32) for x in arrays)
+    sums, (d_query,) = _map_query_blocks(block, rows, keys.key.shape[1], zeros)
     d_query = _scale(score, d_query).swapaxes(1, 2).astype(query.dtype)
-    d_key, d_value = (x.transpose(0, 3, 1, 2).astype(key.dtype) for x in (d_key, d_value))
-    return d_query, d_key, d_value, None, None, None
+    *d_prefix, d_key, d_value = (x.transpose(0, 3, 1, 2).astype(query.dtype) for x in sums)
+    return d_query, Keys(d_key, d_value, None), Keys(*d_prefix, None) if d_prefix else None, None, None
+
+
+def _part_gradients(
+    score: ScoreFunction, part: _Part, queries: Array, logsumexp: Array, dot: Array, d_out: Array
+) -> tuple[Array, Array, Array]:
+    """Gradients of queries [N, KV, R, K], key and value [N, KV, K, S] from a part, float32; queries and d_out
+    [N, KV, R, K], logsumexp and dot, the products of output and d_out, [N, KV, R, 1], over all parts."""
+    scores = _scores(score, queries, part)
+    weights = jnp.exp(scores - logsumexp)
+    d_weights = jnp.einsum("bhkq,bhks->bhqs", d_out.swapaxes(2, 3), part.value, preferred_element_type=jnp.float32)
+    d_scores = weights * (d_weights - dot)
+    d_scores = d_scores if score.softcap is None else d_scores * score.slope(scores)
+    d_query = _weighted_sum(d_scores, part.key.swapaxes(2, 3))
+    return d_query, _sum_over_queries(d_scores, queries), _sum_over_queries(weights, d_out)
 
 
 def _row_dot(out: Array, d_out: Array) -> Array:
@@ -356,201 +439,4 @@ def _row_dot(out: Array, d_out: Array) -> Array:
     return (out.astype(jnp.float32) * d_out).sum(axis=-1).swapaxes(1, 2)[..., None]
 
 
-_causal.defvjp(_causal_forward, _causal_backward)
-
-
-def _group_by_prefix(x: Array, prefixes: int) -> Array:
-    """[B, H, Q, n] -> [P, H, G Q, n], the queries of all continuations of a prefix side by side."""
-    _, heads, queries, size = x.shape
-    x = x.reshape(prefixes, -1, heads, queries, size).swapaxes(1, 2)
-    return x.reshape(prefixes, heads, -1, size)
-
-
-def _ungroup(x: Array, rows: int) -> Array:
-    """The inverse of `_group_by_prefix`: [P, H, G Q, n] -> [B, H, Q, n]."""
-    prefixes, heads, _, size = x.shape
-    x = x.reshape(prefixes, heads, rows // prefixes, -1, size).swapaxes(1, 2)
-    return x.reshape(rows, heads, -1, size)
-
-
-def attend_after_prefix(
-    query: Array,
-    key: Array,
-    value: Array,
-    keep: Array,
-    prefix_key: Array,
-    prefix_value: Array,
-    prefix_keep: Array,
-    score: ScoreFunction,
-    *,
-    prefix_window: Array | None = None,
-) -> Array:
-    """Attention of continuations to themselves and to the prefix that G of them share, in one softmax.
-
-    Row i continues prefix i // G, G = B / P. query [B, H, Q, K], key and value [B, KV, S, K], keep bool [B or 1, 1, Q
-    or 1, S], prefix_key and prefix_value [P, KV, C, K], prefix_keep [P, C] bool, prefix_window [Q, C] bool or None ->
-    [B, H, Q, K]. Neither a prefix nor a key that several heads read is copied: their queries are grouped instead. The
-    backward pass is as that of `causal_attention`.
-    """
-    masks = _prefix_masks(query, key, keep, prefix_key, prefix_keep, prefix_window)
-    out = _after_prefix(score, _by_key_head(query, key), key, value, masks[0], prefix_key, prefix_value, masks[1])
-    return out.reshape(query.shape)
-
-
-def causal_attention_after_prefix(
-    query: Array,
-    key: Array,
-    value: Array,
-    mask: Array,
-    prefix_key: Array,
-    prefix_value: Array,
-    prefix_mask: Array,
-    score: ScoreFunction,
-    *,
-    window: Array | int | None = None,
-) -> Array:
-    """`attend_after_prefix` of continuations to the prefix and to the unmasked positions up to themselves.
-
-    query [B, H, T, K], key and value [B, KV, T, K], mask [B, T] bool, prefix_key and prefix_value [P, KV, C, K],
-    prefix_mask [P, C] bool -> [B, H, T, K]. `window` and the blocks of queries are as in `causal_attention`; the
-    columns of the prefix come before those of the continuations.
-    """
-    if query.shape[2] > QUERY_BLOCK:
-        return _causal_after_prefix(score, query, key, value, mask, prefix_key, prefix_value, prefix_mask, window)
-    keep, prefix_window = _causal_prefix_masks(mask, prefix_mask, window, query.shape[2], 0, query.shape[2])
-    prefix = (prefix_key, prefix_value, prefix_mask, score)
-    return attend_after_prefix(query, key, value, keep, *prefix, prefix_window=prefix_window)
-
-
-def _causal_prefix_masks(
-    mask: Array, prefix_mask: Array, window: Array | int | None, queries: int, first: Array | int, seen: int
-) -> tuple[Array, Array | None]:
-    """`keep` and `prefix_window` of `attend_after_prefix` for a block of queries from column `first`."""
-    before = prefix_mask.shape[1]
-    columns = _columns(before + first, queries)
-    keep = mask[:, None, None, :seen] & causal_keep(columns, jnp.arange(before, before + seen), window)[None, None]
-    return keep, None if window is None else causal_keep(columns, jnp.arange(before), window)
-
-
-def _by_key_head(query: Array, key: Array) -> Array:
-    """[B, H, Q, n] -> [B, KV, H / KV * Q, n], the queries of all heads that read a key side by side."""
-    rows, heads, queries, size = query.shape
-    shared = heads // key.shape[1]
-    return query.reshape(rows, key.shape[1], shared * queries, size) if shared > 1 else query
-
-
-def _prefix_masks(
-    query: Array, key: Array, keep: Array, prefix_key: Array, prefix_keep: Array, prefix_window: Array | None
-) -> tuple[Array, Array]:
-    """`keep` of the queries as `_by_key_head` has them, and that of the prefix as `_group_by_prefix` does."""
-    shared = query.shape[1] // key.shape[1]
-    if shared > 1:
-        keep = jnp.tile(keep, (1, 1, shared if keep.shape[2] > 1 else 1, 1))
-    prefix_keep = prefix_keep[:, None, None, :]
-    if prefix_window is not None:
-        copies = shared * query.shape[0] // prefix_key.shape[0]
-        prefix_keep = prefix_keep & jnp.tile(prefix_window, (copies, 1))[None, None]
-    return keep, prefix_keep
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _after_prefix(score, query, key, value, keep, prefix_key, prefix_value, prefix_keep):
-    return _after_prefix_forward(score, query, key, value, keep, prefix_key, prefix_value, prefix_keep)[0]
-
-
-def _after_prefix_forward(score, query, key, value, keep, prefix_key, prefix_value, prefix_keep):
-    rows, prefixes = query.shape[0], prefix_key.shape[0]
-    scaled = _scale(score, query)
-    grouped = _group_by_prefix(scaled, prefixes)
-    prefix_scores = _scores(score, grouped, prefix_key, prefix_keep, _KEYS_IN_ROWS)
-    own_scores = _scores(score, scaled, key, keep, _KEYS_IN_ROWS)
-    prefix_peak = _ungroup(prefix_scores.max(axis=-1, keepdims=True), rows)
-    peak = jnp.maximum(prefix_peak, own_scores.max(axis=-1, keepdims=True))
-    prefix_weights = jnp.exp(prefix_scores - _group_by_prefix(peak, prefixes))
-    own_weights = jnp.exp(own_scores - peak)
-    total = _ungroup(prefix_weights.sum(axis=-1, keepdims=True), rows) + own_weights.sum(axis=-1, keepdims=True)
-    out = (_ungroup(_weighted_sum(prefix_weights, prefix_value), rows) + _weighted_sum(own_weights, value)) / total
-    out, logsumexp = checkpoint_name((out.astype(value.dtype), peak + jnp.log(total)), ATTENTION)
-    return out, (query, key, value, keep, prefix_key, prefix_value, prefix_keep, out, logsumexp)
-
-
-def _after_prefix_gradients(score, residuals, d_out):
-    """Gradients of query, key, value, prefix_key and prefix_value, float32."""
-    query, key, value, keep, prefix_key, prefix_value, prefix_keep, out, logsumexp = residuals
-    rows, prefixes = query.shape[0], prefix_key.shape[0]
-    scaled = _scale(score, query)
-    dot = (out.astype(jnp.float32) * d_out).sum(axis=-1, keepdims=True)
-    grouped, grouped_d_out = _group_by_prefix(scaled, prefixes), _group_by_prefix(d_out, prefixes)
-
-    def gradients(queries, d_out, logsumexp, dot, key, value, keep):
-        scores = _scores(score, queries.swapaxes(2, 3), key.swapaxes(2, 3), keep)
-        weights, d_scores = _score_gradient(score, scores, logsumexp, d_out.swapaxes(2, 3), value.swapaxes(2, 3), dot)
-        d_key, d_value = _sum_over_queries(d_scores, queries), _sum_over_queries(weights, d_out)
-        return _weighted_sum(d_scores, key), d_key.swapaxes(2, 3), d_value.swapaxes(2, 3)
-
-    logsumexps, dots = _group_by_prefix(logsumexp, prefixes), _group_by_prefix(dot, prefixes)
-    prefix = (prefix_key, prefix_value, prefix_keep)
-    d_query_prefix, d_prefix_key, d_prefix_value = gradients(grouped, grouped_d_out, logsumexps, dots, *prefix)
-    d_query_own, d_key, d_value = gradients(scaled, d_out, logsumexp, dot, key, value, keep)
-    d_query = _scale(score, _ungroup(d_query_prefix, rows) + d_query_own)
-    return d_query, d_key, d_value, d_prefix_key, d_prefix_value
-
-
-def _after_prefix_backward(score, residuals, d_out):
-    query = residuals[0]
-    gradients = (x.astype(query.dtype) for x in _after_prefix_gradients(score, residuals, d_out))
-    d_query, d_key, d_value, d_prefix_key, d_prefix_value = gradients
-    return d_query, d_key, d_value, None, d_prefix_key, d_prefix_value, None
-
-
-_after_prefix.defvjp(_after_prefix_forward, _after_prefix_backward)
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _causal_after_prefix(score, query, key, value, mask, prefix_key, prefix_value, prefix_mask, window):
-    arguments = (query, key, value, mask, prefix_key, prefix_value, prefix_mask, window)
-    return _causal_after_prefix_forward(score, *arguments)[0]
-
-
-def _block_after_prefix(arguments: tuple, query: Array, first: Array | int, seen: int) -> tuple:
-    """The arguments of `_after_prefix` for a block of queries [B, H, Q, K]; `arguments` those of all."""
-    _, key, value, mask, prefix_key, prefix_value, prefix_mask, window = arguments
-    keep, prefix_window = _causal_prefix_masks(mask, prefix_mask, window, query.shape[2], first, seen)
-    keep, prefix_keep = _prefix_masks(query, key, keep, prefix_key, prefix_mask, prefix_window)
-    suffix_arguments = (_by_key_head(query, key), key[:, :, :seen], value[:, :, :seen], keep)
-    return (*suffix_arguments, prefix_key, prefix_value, prefix_keep)
-
-
-def _causal_after_prefix_forward(score, *arguments):
-    query, key, value = arguments[:3]
-
-    def block(_: None, part: tuple[Array], first: Array | int, seen: int) -> tuple[None, tuple[Array, Array]]:
-        out, residuals = _after_prefix_forward(score, *_block_after_prefix(arguments, part[0], first, seen))
-        logsumexp = residuals[-1]
-        return None, (out.reshape(part[0].shape), logsumexp.reshape(*part[0].shape[:3], 1))
-
-    _, parts = _map_query_blocks(block, (query,), (2,), key.shape[2])
-    out, logsumexp = checkpoint_name(parts, ATTENTION)
-    return out, (arguments, out, logsumexp)
-
-
-def _causal_after_prefix_backward(score, residuals, d_out):
-    arguments, out, logsumexp = residuals
-    query, key, value, _, prefix_key, prefix_value, *_ = arguments
-
-    def block(sums: tuple[Array, ...], part: tuple[Array, ...], first: Array | int, seen: int):
-        query, *outs = part
-        block_arguments = _block_after_prefix(arguments, query, first, seen)
-        out, logsumexp, d_out = (_by_key_head(x, key) for x in outs)
-        d_query, *gradients = _after_prefix_gradients(score, (*block_arguments, out, logsumexp), d_out)
-        d_key, d_value = (x.at[:, :, :seen].add(d) for x, d in zip(sums[:2], gradients[:2], strict=True))
-        return (d_key, d_value, sums[2] + gradients[2], sums[3] + gradients[3]), (d_query.reshape(query.shape),)
-
-    zeros = tuple(jnp.zeros(x.shape, jnp.float32) for x in (key, value, prefix_key, prefix_value))
-    arrays = (query, out, logsumexp, d_out)
-    sums, (d_query,) = _map_query_blocks(block, arrays, (2,) * 4, key.shape[2], zeros)
-    d_query, d_key, d_value, d_prefix_key, d_prefix_value = (x.astype(query.dtype) for x in (d_query, *sums))
-    return d_query, d_key, d_value, None, d_prefix_key, d_prefix_value, None, None
-
-
-_causal_after_prefix.defvjp(_causal_after_prefix_forward, _causal_after_prefix_backward)
+_blocked.defvjp(_blocked_forward, _blocked_backward)

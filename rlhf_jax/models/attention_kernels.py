@@ -7,14 +7,17 @@ in `attention`.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from functools import partial, reduce
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
-from rlhf_jax.models.attention import ATTENTION, causal_attention, causal_mask
-from rlhf_jax.models.decoder_context import Context, DecoderConfig, ScoreFunction
+from rlhf_jax.models import cudnn
+from rlhf_jax.models.attention import ATTENTION, Keys, causal_attention, causal_mask
+from rlhf_jax.models.decoder_context import ALL_KEYS, Context, DecoderConfig, ScoreFunction
 from rlhf_jax.parallel import xla_flags
 from rlhf_jax.parallel.sharding import Layout, fitting_axes
 from rlhf_jax.types import Array
@@ -22,11 +25,12 @@ from rlhf_jax.types import Array
 PLATFORMS = {"cudnn": "gpu", "splash": "tpu"}
 """The platform of the devices that a kernel is for; blocked runs on all."""
 SPLASH_BLOCKS = (512, 256, 128)  # largest first; rows are padded to a multiple of the smallest
-CUDNN_MULTIPLE = 8  # of the tokens of a row: jax refuses odd lengths in cuDNN's backward pass
+CUDNN_MULTIPLE = 8  # of the tokens of a row
 
 
 def resolved(implementation: str, config: DecoderConfig, dtype: Any, device: jax.Device, *, dropout: bool) -> str:
-    """What `auto` is on a device: the fastest that is measured (docs/benchmarks.md) and computes the model's attention.
+    """What `auto` is on a device: the fastest that is measured or predicted (docs/benchmarks.md, "Which attention auto
+    is") and computes the model's attention.
 
     Args:
       implementation: auto, or one of the implementations that it chooses from, which is returned unchanged.
@@ -34,31 +38,32 @@ def resolved(implementation: str, config: DecoderConfig, dtype: Any, device: jax
       device: may be a described one.
 
     Returns:
-      blocked, or cudnn on NVIDIA GPUs of compute capability 9 (Hopper).
+      blocked, or cudnn on NVIDIA GPUs of compute capability 8.0 (A100) and 9 (Hopper).
     """
     if implementation != "auto":
         return implementation
-    hopper = device.platform == "gpu" and str(getattr(device, "compute_capability", "")).startswith("9.")
-    if hopper and unsupported("cudnn", config, dtype, device.platform, dropout=dropout) is None:
-        return "cudnn"
+    capability = str(getattr(device, "compute_capability", ""))
+    if device.platform == "gpu" and (capability == "8.0" or capability.startswith("9.")):
+        if unsupported("cudnn", config, dtype, device, dropout=dropout) is None:
+            return "cudnn"
     return "blocked"
 
 
 def unsupported(
-    implementation: str, config: DecoderConfig, dtype: Any, platform: str, *, dropout: bool = False
+    implementation: str, config: DecoderConfig, dtype: Any, device: jax.Device, *, dropout: bool = False
 ) -> str | None:
     """Why an implementation cannot compute a model's attention; None: it can.
 
     Args:
       implementation: blocked, cudnn or splash.
-      platform: of the devices: cpu, gpu or tpu.
+      device: one of those that compute it; may be a described one.
       dropout: whether the model is trained with its dropout.
     """
     if implementation == "blocked":
         return None
     target = PLATFORMS[implementation]
-    if platform != target:
-        return f"it is for devices of the platform {target}, and the mesh has devices of the platform {platform}"
+    if device.platform != target:
+        return f"it is for devices of the platform {target}, and the mesh has devices of the platform {device.platform}"
     if dropout and config.attention_dropout > 0:
         return f"it has no dropout, and the model's attention_dropout is {config.attention_dropout:g}"
     if implementation == "splash":
@@ -70,36 +75,15 @@ def unsupported(
         return "XLA fails to compile its gradient among deterministic kernels (--deterministic or XLA_FLAGS)"
     if jnp.dtype(dtype) != jnp.bfloat16:
         return f"it computes in bfloat16, and --dtype is {jnp.dtype(dtype).name}"
-    return _refused_by_jax(config)
-
-
-def _refused_by_jax(config: DecoderConfig) -> str | None:
-    """Why jax refuses to trace cuDNN's attention and its gradient: no cuDNN, or the head size. None: it does not."""
-    query = jax.ShapeDtypeStruct((1, CUDNN_MULTIPLE, config.num_attention_heads, config.head_dim), jnp.bfloat16)
-    key = jax.ShapeDtypeStruct((1, CUDNN_MULTIPLE, config.num_key_value_heads, config.head_dim), jnp.bfloat16)
-    mask = jax.ShapeDtypeStruct((1, CUDNN_MULTIPLE), jnp.bool_)
-
-    def gradients(query: Array, key: Array, value: Array, mask: Array) -> Any:
-        out, pull = jax.vjp(lambda *qkv: cudnn_attention(*qkv, mask, config.score_function), query, key, value)
-        return pull(out)
-
-    try:
-        jax.eval_shape(gradients, query, key, key, mask)
-    except (NotImplementedError, RuntimeError, ValueError) as error:
-        hint = ""
-        if config.head_dim > 128:
-            hint = "; heads of more than 128 need a GPU of compute capability 9.0 in this machine, for a dry run too"
-        return f"jax refuses it: {str(error).splitlines()[0].rstrip('.')}{hint}"
-    return None
+    return cudnn.refusal(config.head_dim, device)
 
 
 def row_attention(
     context: Context,
     query: Array,
-    key: Array,
-    value: Array,
-    mask: Array,
+    keys: Keys,
     *,
+    prefix: Keys | None = None,
     window: Array | int | None = None,
     drop: Callable[[Array], Array] | None = None,
     segment_ids: Array | None = None,
@@ -107,56 +91,49 @@ def row_attention(
 ) -> Array:
     """`attention.causal_attention` by the context's `attn_implementation`.
 
-    Arguments and result as there. `start_at_0`: the unmasked columns of each row are its first. Options that the
-    implementation does not support were refused when the models were opened; an unsupported argument that reaches this
-    function raises an error of the kernel.
+    Arguments and result as there. `start_at_0`: the unmasked columns of each row, and of each prefix, are its first.
+    Options that the implementation does not support were refused when the models were opened; an unsupported argument
+    that reaches this function raises an error of the kernel.
     """
     score = context.config.score_function
-    if context.attn_implementation == "blocked":
-        options = {"window": window, "drop": drop, "segment_ids": segment_ids}
-        return causal_attention(query, key, value, mask, score, **options)
+    # jax's kernel for TPUs returns no log-sum-exp with a gradient, so a prefix is in no softmax with it.
+    if context.attn_implementation == "blocked" or (context.attn_implementation == "splash" and prefix is not None):
+        options = {"prefix": prefix, "window": window, "drop": drop, "segment_ids": segment_ids}
+        return causal_attention(query, keys, score, **options)
     assert drop is None, f"{context.attn_implementation} has no dropout"
     if context.attn_implementation == "cudnn":
-        traced = window if isinstance(window, jax.Array) else None
-        if start_at_0 and query.shape[1] == key.shape[1] and traced is None:
-            mask = None
+        sizes = tuple(sorted({ALL_KEYS if size is None else size for size in context.config.layer_window}))
+        attend = partial(cudnn_attention, score, sizes=sizes, start_at_0=start_at_0)
+        return _on_each_device(context.layout, attend, query, keys, prefix, segment_ids, window)
 
-        def cudnn(query: Array, key: Array, value: Array, mask: Any, segment_ids: Any, traced: Any) -> Array:
-            size = window if traced is None else traced
-            return cudnn_attention(query, key, value, mask, score, window=size, segment_ids=segment_ids)
+    def splash(query: Array, keys: Keys, prefix: None, segment_ids: Any, window: None) -> Array:
+        return splash_attention(score, query, keys, static_window, segment_ids)
 
-        return _on_each_device(context.layout, cudnn, (query, key, value), (mask, segment_ids), (traced,))
-
-    def splash(query: Array, key: Array, value: Array, mask: Array, segment_ids: Any) -> Array:
-        return splash_attention(query, key, value, mask, score, window=window, segment_ids=segment_ids)
-
-    return _on_each_device(context.layout, splash, (query, key, value), (mask, segment_ids), ())
+    static_window = window
+    return _on_each_device(context.layout, splash, query, keys, None, segment_ids, None)
 
 
 def _on_each_device(
     layout: Layout | None,
     attend: Callable[..., Array],
-    heads: tuple[Array, ...],
-    rows: tuple[Array | None, ...],
-    replicated: tuple[Any, ...],
+    query: Array,
+    keys: Keys,
+    prefix: Keys | None,
+    segment_ids: Array | None,
+    window: Array | int | None,
 ) -> Array:
-    """`attend(*heads, *rows, *replicated)`, each device computing its rows and heads: XLA cannot split a kernel itself.
-
-    Args:
-      attend: of query, key and value, and the others.
-      heads: query, key and value [B, ., heads, K].
-      rows: arrays [B, ...] or None.
-      replicated: what no device splits.
-    """
+    """`attend` of the other arguments, each device computing its rows and heads: XLA cannot split a kernel itself."""
+    arguments = (query, keys, prefix, segment_ids, window)
     if layout is None or layout.mesh.size == 1:
-        return attend(*heads, *rows, *replicated)
-    batch, _, key_heads, _ = heads[1].shape
-    split_rows = fitting_axes(layout, "rows", batch) or None
-    split = P(split_rows, None, fitting_axes(layout, "tensor", key_heads) or None)
-    specs = (split,) * len(heads) + (P(split_rows),) * len(rows) + (P(),) * len(replicated)
+        return attend(*arguments)
+    units = len((keys if prefix is None else prefix).mask)
+    rows, heads = fitting_axes(layout, "rows", units), fitting_axes(layout, "tensor", keys.key.shape[2])
+    of_rows, of_heads = P(rows or None), P(rows or None, None, heads or None)
+    of_keys = Keys(of_heads, of_heads, of_rows)
+    specs = (of_heads, of_keys, None if prefix is None else of_keys, of_rows, P())
     # Pallas does not say over which axes the outputs of a kernel vary.
-    mapped = jax.shard_map(attend, mesh=layout.mesh, in_specs=specs, out_specs=split, check_vma=False)
-    return mapped(*heads, *rows, *replicated)
+    mapped = jax.shard_map(attend, mesh=layout.mesh, in_specs=specs, out_specs=of_heads, check_vma=False)
+    return mapped(*arguments)
 
 
 def _pad_left(x: Array | None, length: int) -> Array | None:
@@ -166,64 +143,187 @@ def _pad_left(x: Array | None, length: int) -> Array | None:
     return jnp.pad(x, ((0, 0), (length - x.shape[1], 0), *[(0, 0)] * (x.ndim - 2)))
 
 
+def _pad_right(x: Array, length: int) -> Array:
+    """[B, S, ...] with zeros behind, [B, length, ...]."""
+    return x if x.shape[1] == length else jnp.pad(x, ((0, 0), (0, length - x.shape[1]), *[(0, 0)] * (x.ndim - 2)))
+
+
 def _round_up(size: int, multiple: int) -> int:
     return -(-size // multiple) * multiple
 
 
-def cudnn_attention(
-    query: Array,
-    key: Array,
-    value: Array,
-    mask: Array | None,
-    score: ScoreFunction,
-    *,
-    window: Array | int | None = None,
-    segment_ids: Array | None = None,
-    implementation: str = "cudnn",
-) -> Array:
-    """`attention.causal_attention` by cuDNN's flash attention, `jax.nn.dot_product_attention`.
+class _Part(NamedTuple):
+    """Keys that each query sees some of, as a kernel takes them; N is B, or P for a prefix."""
 
-    Padding, segments and window are one mask [B, 1, Q, S]: cuDNN takes no smaller one, and before 9.10.2 no window
-    beside a mask. It skips the keys after a query where queries and keys are as many. A query that may see no key
-    gets a finite value without meaning.
+    key: Array  # [N, S, KV, K]
+    value: Array  # [N, S, KV, K]
+    keep: Array | None  # bool [N, 1, G Q, S], which of them each query sees; None: all within `lengths`
+    lengths: cudnn.Lengths | None
+
+
+def cudnn_attention(
+    score: ScoreFunction,
+    query: Array,
+    keys: Keys,
+    prefix: Keys | None = None,
+    segment_ids: Array | None = None,
+    window: Array | int | None = None,
+    *,
+    sizes: tuple[int, ...] = (),
+    start_at_0: bool = False,
+) -> Array:
+    """`attention.causal_attention` by cuDNN's flash attention.
+
+    With `start_at_0` the kernels skip padding, and read no mask: rows have lengths. Otherwise padding, segments and
+    window are one mask [B, 1, Q, S]. A query that may see no key gets a finite value without meaning.
 
     Args:
-      query, key, value, score, window, segment_ids: as in `causal_attention`; bfloat16, no soft cap.
-      mask: as there; None: Q = S, and a query sees all columns up to itself within a static window, which is right
-        where padding follows the tokens.
-      implementation: of `jax.nn.dot_product_attention`.
+      score: without a soft cap.
+      query, keys, prefix, segment_ids, window: as there; bfloat16.
+      sizes: the windows that a traced `window` may be, ascending; `ALL_KEYS` for none.
+      start_at_0: the unmasked columns of each row, and of each prefix, are its first.
 
     Returns:
       [B, Q, H, K].
     """
-    queries, keys = query.shape[1], key.shape[1]
-    padded_queries, padded_keys = _round_up(queries, CUDNN_MULTIPLE), _round_up(keys, CUDNN_MULTIPLE)
-    options = {"scale": score.scale, "is_causal": queries == keys, "implementation": implementation}
-    if mask is None:
-        size = None if window is None else (window - 1, 0)
-        padded = (jnp.pad(x, ((0, 0), (0, padded_keys - keys), (0, 0), (0, 0))) for x in (query, key, value))
-        return jax.nn.dot_product_attention(*padded, local_window_size=size, **options)[:, :queries]
-    query = _pad_left(query, padded_queries)
-    key, value, mask, segment_ids = (_pad_left(x, padded_keys) for x in (key, value, mask, segment_ids))
-    out = jax.nn.dot_product_attention(
-        query,
-        key,
-        value,
-        mask=causal_mask(mask, padded_queries, padded_keys, window, segment_ids),
-        **options,
-    )
-    return out[:, padded_queries - queries :]
+    queries, columns = query.shape[1], keys.mask.shape[1]
+    causal, by_length = queries == columns, start_at_0 and segment_ids is None
+    padded_queries, padded_columns = _round_up(queries, CUDNN_MULTIPLE), _round_up(columns, CUDNN_MULTIPLE)
+    if causal and by_length:  # padding follows the tokens
+        pad, first = _pad_right, 0
+        count = keys.mask.sum(axis=1, dtype=jnp.int32)
+        keep, lengths = None, cudnn.Lengths(count, count)
+        which, windows = _static_windows(window, sizes)
+    else:
+        pad, first = _pad_left, padded_queries - queries
+        mask, ids = _pad_left(keys.mask, padded_columns), _pad_left(segment_ids, padded_columns)
+        keep, lengths = causal_mask(mask, padded_queries, padded_columns, window, ids), None
+        which, windows = None, (None,)
+    forms = [tuple(cudnn.Form(score.scale, causal, size) for size in windows)]
+    parts = [_Part(pad(keys.key, padded_columns), pad(keys.value, padded_columns), keep, lengths)]
+    if prefix is not None:
+        place = jnp.arange(padded_queries) - first  # of the queries, in their row
+        parts = [_prefix_part(prefix, place, len(query) // len(prefix.mask), window, start_at_0), *parts]
+        forms = [(cudnn.Form(score.scale),), *forms]
+    out = _by_parts(tuple(forms), pad(query, padded_queries), tuple(parts), which)
+    return jax.lax.slice_in_dim(out, first, first + queries, axis=1)
+
+
+def _static_windows(window: Array | int | None, sizes: tuple[int, ...]) -> tuple[Array | None, tuple[int | None, ...]]:
+    """(which of them it is, or None for the only one; the windows that `window` may be)"""
+    if not isinstance(window, jax.Array):
+        return None, (window,)
+    return jnp.searchsorted(jnp.array(sizes), window), tuple(None if size == ALL_KEYS else size for size in sizes)
+
+
+def _prefix_part(prefix: Keys, place: Array, copies: int, window: Array | int | None, start_at_0: bool) -> _Part:
+    """The prefix of G = `copies` rows, whose queries are at the columns `place` [Q] of these rows."""
+    count, columns = prefix.mask.sum(axis=1, dtype=jnp.int32), prefix.mask.shape[1]
+    padded = _round_up(columns, CUDNN_MULTIPLE)
+    key, value, mask = (_pad_right(x, padded) for x in prefix)
+    if window is None and start_at_0:
+        return _Part(key, value, None, cudnn.Lengths(jnp.full_like(count, copies * len(place)), count))
+    keep = jnp.broadcast_to(mask[:, None, :], (len(mask), len(place), padded))
+    if window is not None:
+        # Columns from the first token: a row follows the last one of its prefix.
+        tokens = jnp.cumsum(mask, axis=1) - 1
+        far = count[:, None, None] + place[None, :, None] - tokens[:, None, :]
+        keep = keep & (far < window)
+    return _Part(key, value, jnp.tile(keep, (1, copies, 1))[:, None], None)
+
+
+def _rows_of(x: Array, rows: int) -> Array:
+    """[B, Q, H, ...] as [P, G Q, H, ...] and back: the rows that continue a prefix are next to each other."""
+    return x.reshape(rows, -1, *x.shape[2:])
+
+
+def _by_row(logsumexp: Array, rows: int) -> Array:
+    """[P, H, G Q] -> [B, H, Q]."""
+    prefixes, heads, _ = logsumexp.shape
+    return logsumexp.reshape(prefixes, heads, rows // prefixes, -1).swapaxes(1, 2).reshape(rows, heads, -1)
+
+
+def _by_prefix(logsumexp: Array, prefixes: int) -> Array:
+    """[B, H, Q] -> [P, H, G Q]."""
+    rows, heads, _ = logsumexp.shape
+    return logsumexp.reshape(prefixes, rows // prefixes, heads, -1).swapaxes(1, 2).reshape(prefixes, heads, -1)
+
+
+def _call(kernel: Callable[..., Any], forms: tuple[cudnn.Form, ...], which: Array | None, *arguments: Any) -> Any:
+    """A kernel in one of its forms."""
+    if which is None:
+        return kernel(forms[0], *arguments)
+    return jax.lax.switch(which, [partial(kernel, form) for form in forms], *arguments)
+
+
+def _no_padding(x: Array, count: Array | None) -> Array:
+    """[N, S, ...] with 0 after the first `count` [N] columns."""
+    if count is None:
+        return x
+    columns = jnp.arange(x.shape[1])[None] < count[:, None]
+    return jnp.where(columns.reshape(*columns.shape, *[1] * (x.ndim - 2)), x, 0)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _by_parts(
+    forms: tuple[tuple[cudnn.Form, ...], ...], query: Array, parts: tuple[_Part, ...], which: Array | None
+) -> Array:
+    """Attention of queries [B, Q, H, K] to the keys of all parts in one softmax: [B, Q, H, K].
+
+    Each part is a call of the kernel. Its output is weighted by its share of the sum of exponentials; in the backward
+    pass its weights are those of the whole softmax (Dao et al. 2022, arXiv:2205.14135, algorithm 4).
+
+    Args:
+      forms: of each part; where there are several, `which` says which one it is.
+    """
+    return _by_parts_forward(forms, query, parts, which)[0]
+
+
+def _by_parts_forward(forms, query, parts, which) -> tuple[Array, tuple]:
+    rows, outs, logsumexps = len(query), [], []
+    for part, part_forms in zip(parts, forms, strict=True):
+        index = which if len(part_forms) > 1 else None
+        out, logsumexp = _call(cudnn.forward, part_forms, index, _rows_of(query, len(part.key)), *part)
+        count = None if part.lengths is None else part.lengths.queries
+        outs.append(_rows_of(_no_padding(out, count), rows))
+        logsumexps.append(_by_row(logsumexp, rows))
+    out, logsumexp = outs[0], logsumexps[0]
+    if len(parts) > 1:
+        lengths = parts[-1].lengths
+        if lengths is not None:  # what a kernel says of padding may be anything
+            tokens = jnp.arange(query.shape[1])[None, None] < lengths.queries[:, None, None]
+            logsumexps[-1] = jnp.where(tokens, logsumexps[-1], jnp.finfo(jnp.float32).min)
+        logsumexp = reduce(jnp.logaddexp, logsumexps)
+        shares = (jnp.exp(x - logsumexp).swapaxes(1, 2)[..., None] for x in logsumexps)
+        out = reduce(jnp.add, (share * x for share, x in zip(shares, outs, strict=True))).astype(query.dtype)
+    out, logsumexp = checkpoint_name((out, logsumexp), ATTENTION)
+    return out, (query, parts, which, out, logsumexp)
+
+
+def _by_parts_backward(forms, residuals, d_out) -> tuple[Any, ...]:
+    query, parts, which, out, logsumexp = residuals
+    rows, d_queries, d_parts = len(query), [], []
+    for part, part_forms in zip(parts, forms, strict=True):
+        index, count = which if len(part_forms) > 1 else None, len(part.key)
+        whole = (_rows_of(out, count), _by_prefix(logsumexp, count), _rows_of(d_out, count))
+        gradients = _call(cudnn.backward, part_forms, index, _rows_of(query, count), *part, *whole)
+        of_queries, of_keys = (None, None) if part.lengths is None else part.lengths
+        d_query, d_key, d_value = map(_no_padding, gradients, (of_queries, of_keys, of_keys))
+        d_queries.append(_rows_of(d_query, rows))
+        d_parts.append(_Part(d_key, d_value, None, None))
+    return reduce(jnp.add, d_queries), tuple(d_parts), None
+
+
+_by_parts.defvjp(_by_parts_forward, _by_parts_backward)
 
 
 def splash_attention(
-    query: Array,
-    key: Array,
-    value: Array,
-    mask: Array,
     score: ScoreFunction,
-    *,
+    query: Array,
+    keys: Keys,
     window: int | None = None,
     segment_ids: Array | None = None,
+    *,
     interpret: bool = False,
 ) -> Array:
     """`attention.causal_attention` by the TPU kernel of `jax.experimental.pallas.ops.tpu.splash_attention`.
@@ -232,7 +332,7 @@ def splash_attention(
     that may see no key gets a finite value without meaning.
 
     Args:
-      query, key, value, mask, score: as in `causal_attention`.
+      score, query, keys: as in `causal_attention`.
       window: static.
       segment_ids: at least 0.
       interpret: run Pallas' interpreter, on any platform.
@@ -242,13 +342,13 @@ def splash_attention(
     """
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel, splash_attention_mask
 
-    (_, queries, heads, _), keys = query.shape, key.shape[1]
+    (_, queries, heads, _), (key, value, mask), columns = query.shape, keys, keys.mask.shape[1]
     ids = jnp.where(mask, jnp.zeros(mask.shape, jnp.int32) if segment_ids is None else segment_ids, -1)
-    padded_queries, padded_keys = _round_up(queries, SPLASH_BLOCKS[-1]), _round_up(keys, SPLASH_BLOCKS[-1])
+    padded_queries, padded_keys = _round_up(queries, SPLASH_BLOCKS[-1]), _round_up(columns, SPLASH_BLOCKS[-1])
     # Padding on the left: every query has a key at its own position.
     key, value = _pad_left(key, padded_keys), _pad_left(value, padded_keys)
     query = _pad_left(query * jnp.asarray(score.scale, query.dtype), padded_queries)
-    ids = jnp.pad(ids, ((0, 0), (padded_keys - keys, 0)), constant_values=-1)
+    ids = jnp.pad(ids, ((0, 0), (padded_keys - columns, 0)), constant_values=-1)
     query_ids = jnp.where(jnp.arange(padded_queries) < padded_queries - queries, -1, ids[:, -padded_queries:])
     shape, offset = (padded_queries, padded_keys), padded_keys - padded_queries
     seen = splash_attention_mask.LocalMask(shape, (None if window is None else window - 1, 0), offset)

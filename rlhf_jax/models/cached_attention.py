@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.layout import Layout, with_layout_constraint
 
+from rlhf_jax.models.attention import group_by_prefix, ungroup
 from rlhf_jax.models.decoder_context import ScoreFunction
 from rlhf_jax.types import Array, Params
 
@@ -69,8 +70,8 @@ def attend_cached(query: Array, prefix: Segment, response_segments: list[Segment
     scaled = query * jnp.asarray(score.scale, query.dtype)
     scaled = scaled.reshape(rows, queries, own_heads, shared, size).transpose(0, 2, 3, 1, 4)
     scaled = scaled.reshape(rows, own_heads, shared * queries, size)
-    state = _add(_group(scaled, prefixes), None, prefix, (rows // prefixes, shared, queries), score)
-    state = jax.tree.map(lambda x: _ungroup(x, rows), state)
+    state = _add(group_by_prefix(scaled, prefixes), None, prefix, (rows // prefixes, shared, queries), score)
+    state = jax.tree.map(lambda x: ungroup(x, rows), state)
     for segment in response_segments:
         if segment.read is True:
             state = _add(scaled, state, segment, (1, shared, queries), score)
@@ -85,24 +86,6 @@ def attend_cached(query: Array, prefix: Segment, response_segments: list[Segment
     return out.reshape(rows, own_heads, shared, queries, size).transpose(0, 3, 1, 2, 4).reshape(query.shape)
 
 
-def _group(x: Array, prefixes: int) -> Array:
-    """[B, KV, R, n] -> [P, KV, G R, n], the queries of all continuations of a prefix side by side."""
-    rows, heads, _, size = x.shape
-    if rows == prefixes:
-        return x
-    x = x.reshape(prefixes, rows // prefixes, heads, -1, size).swapaxes(1, 2)
-    return x.reshape(prefixes, heads, -1, size)
-
-
-def _ungroup(x: Array, rows: int) -> Array:
-    """The inverse of `_group`."""
-    prefixes, heads, _, size = x.shape
-    if rows == prefixes:
-        return x
-    x = x.reshape(prefixes, heads, rows // prefixes, -1, size).swapaxes(1, 2)
-    return x.reshape(rows, heads, -1, size)
-
-
 def _add(
     query: Array, state: _Softmax | None, segment: Segment, order: tuple[int, int, int], score: ScoreFunction
 ) -> _Softmax:
@@ -115,7 +98,7 @@ def _add(
     scores = jnp.einsum("nhqk,nhks->nhqs", query, layer["k"].astype(dtype), preferred_element_type=jnp.float32)
     if SCALES["k"] in layer:
         scores = scores * layer[SCALES["k"]][:, :, None]
-    scores = jnp.where(keep, score.cap(scores), jnp.finfo(jnp.float32).min)
+    scores = score.masked(scores, keep)
     peak = scores.max(axis=-1, keepdims=True)
     peak = peak if state is None else jnp.maximum(state.peak, peak)
     weights = jnp.exp(scores - peak)

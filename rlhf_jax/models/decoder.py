@@ -19,11 +19,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from rlhf_jax.models.attention import (
-    Attention,
-    causal_attention_after_prefix,
-    last_columns,
-)
+from rlhf_jax.models.attention import Attention, Keys, last_columns
 from rlhf_jax.models.attention_kernels import row_attention
 from rlhf_jax.models.cached_attention import (
     Segment,
@@ -34,7 +30,7 @@ from rlhf_jax.models.cached_attention import (
     segment_sizes,
     write,
 )
-from rlhf_jax.models.decoder_context import Context, DecoderConfig, Dropout, DropoutSite
+from rlhf_jax.models.decoder_context import ALL_KEYS, Context, DecoderConfig, Dropout, DropoutSite
 from rlhf_jax.models.initializers import normal
 from rlhf_jax.models.layers import MLP, norm
 from rlhf_jax.models.rope import rotary_angles
@@ -108,7 +104,6 @@ def init_backbone(config: DecoderConfig, key: Array) -> Params:
 
 
 Ropes = tuple[tuple[Array, Array], ...]
-ALL_KEYS = 2**30  # a window that no sequence fills
 
 
 def _ropes(config: DecoderConfig, positions: Array) -> Ropes:
@@ -216,8 +211,8 @@ class _Rows(NamedTuple):
     start_at_0: bool = False  # whether each row's tokens start at column 0
 
     def attend(self, query: Array, key: Array, value: Array, window: Any, drop: Callable | None = None) -> Array:
-        options = {"segment_ids": self.segment_ids, "start_at_0": self.start_at_0}
-        return row_attention(self.context, query, key, value, self.mask, window=window, drop=drop, **options)
+        keys, options = Keys(key, value, self.mask), {"segment_ids": self.segment_ids, "start_at_0": self.start_at_0}
+        return row_attention(self.context, query, keys, window=window, drop=drop, **options)
 
 
 def _to_column_0(rows: _Rows) -> tuple[_Rows, Callable[[Array], Array]]:
@@ -313,7 +308,8 @@ def hidden_after_prompts(
     """As `hidden`, with each prompt computed once for all of its responses; gradients flow through the prompt.
 
     prompts [P, C] and responses [B, T] int32, B = P * G, row i answering prompt i // G; prompt_mask [P, C] and mask
-    [B, T] bool -> (the prompts' last column [P, D], responses [B, T, D]). Prompts are left-padded.
+    [B, T] bool -> (the prompts' last column [P, D], responses [B, T, D]). Prompts are left-padded; a response's
+    unmasked columns are its first.
     `features` [P, N, D] are those of the prompts' images.
     """
     config = context.config
@@ -326,25 +322,21 @@ def hidden_after_prompts(
     ropes = _ropes(config, positions)
 
     def layer(streams: tuple[Array, Array], params: Params, index: Array, is_last: bool) -> tuple[Array, Array]:
-        here, to_prefix = (padded, lambda x: x) if is_last else (rows, to_padded)
+        here = padded if is_last else rows
         prompt_rope, window = _at_layer(config, here.ropes, index)
         rope, _ = _at_layer(config, ropes, index)
 
         def attend_prompt(query: Array, key: Array, value: Array) -> tuple[Array, tuple[Array, Array]]:
             out = here.attend(query, key, value, window)
-            return out, (to_prefix(key).swapaxes(1, 2), to_prefix(value).swapaxes(1, 2))
+            return out, Keys(key, value, here.mask)
 
         prompt = to_padded(streams[0]) if is_last else streams[0]
         at_layer = context.at_layer(index, 1 if is_last else None)
-        prompt, (prefix_key, prefix_value) = Block(at_layer).apply(
-            {"params": params}, prompt, prompt_rope, attend_prompt
-        )
+        prompt, prefix = Block(at_layer).apply({"params": params}, prompt, prompt_rope, attend_prompt)
 
         def attend_response(query: Array, key: Array, value: Array) -> tuple[Array, None]:
-            query, key, value = (a.swapaxes(1, 2) for a in (query, key, value))
-            prefix = (prefix_key, prefix_value, prompt_mask, config.score_function)
-            out = causal_attention_after_prefix(query, key, value, mask, *prefix, window=window)
-            return out.swapaxes(1, 2), None
+            options = {"prefix": prefix, "window": window, "start_at_0": here.start_at_0}
+            return row_attention(context, query, Keys(key, value, mask), **options), None
 
         response, _ = Block(context).apply({"params": params}, streams[1], rope, attend_response)
         return prompt, response
@@ -394,7 +386,7 @@ def _prefill_layer(
         return constrain(context.layout, cached_columns.transpose(axes), "rows", "tensor")
 
     def attend_fn(query: Array, key: Array, value: Array) -> tuple[Array, Params]:
-        out = row_attention(context, query, key, value, mask, window=window)
+        out = row_attention(context, query, Keys(key, value, mask), window=window)
         return out, {"k": to_cache(key, 0, 2, 3, 1), "v": to_cache(value, 0, 2, 1, 3)}
 
     return Block(context).apply({"params": params}, x, rope, attend_fn)

@@ -18,6 +18,9 @@ from rlhf_jax.models.rope import Rope
 from rlhf_jax.parallel.sharding import Layout
 from rlhf_jax.types import Array
 
+ALL_KEYS = 2**30
+"""A window that no sequence fills."""
+
 
 @dataclasses.dataclass(frozen=True)
 class DecoderConfig:
@@ -79,6 +82,10 @@ class ScoreFunction:
     def cap(self, scores: Array) -> Array:
         """softcap * tanh(scores / softcap)."""
         return scores if self.softcap is None else self.softcap * jnp.tanh(scores / self.softcap)
+
+    def masked(self, scores: Array, keep: Array) -> Array:
+        """Capped scores, where a query sees the key; elsewhere the least number of float32."""
+        return jnp.where(keep, self.cap(scores), jnp.finfo(jnp.float32).min)
 
     def slope(self, capped: Array) -> Array | float:
         """Derivative of `cap` from its value; of masked scores 0."""

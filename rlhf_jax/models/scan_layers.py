@@ -49,19 +49,12 @@ def _save_all_but_params(primitive: Any, *_: Any, **__: Any) -> bool:
     return primitive not in SLICING
 
 
-_PRODUCTS = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
-_NAMED = jax.checkpoint_policies.save_only_these_names(ATTENTION)
-
-
-def _save_products_and_attention(primitive: Any, *avals: Any, **params: Any) -> bool:
-    # jax gives the log-sum-exp of cuDNN's attention no name.
-    of_cudnn = str(primitive).startswith("dot_product_attention_fwd")
-    return of_cudnn or _PRODUCTS(primitive, *avals, **params) or _NAMED(primitive, *avals, **params)
-
-
+_PRODUCTS_AND_ATTENTION = jax.checkpoint_policies.save_from_both_policies(
+    jax.checkpoint_policies.dots_with_no_batch_dims_saveable, jax.checkpoint_policies.save_only_these_names(ATTENTION)
+)
 _SAVED = {
     "none": _save_all_but_params,
-    "dots": _save_products_and_attention,
+    "dots": _PRODUCTS_AND_ATTENTION,
     "full": jax.checkpoint_policies.nothing_saveable,
 }
 

@@ -205,7 +205,7 @@ def on_mesh(
     weights.shardings(model, jax.eval_shape(lambda key: model.init(key, heads=(head,)), jax.random.key(0)))
     config, device = model.family.decoder_config(model.config), weights.mesh.devices.flat[0]
     attention = attention_kernels.resolved(attn_implementation, config, dtype, device, dropout=dropout)
-    if reason := attention_kernels.unsupported(attention, config, dtype, device.platform, dropout=dropout):
+    if reason := attention_kernels.unsupported(attention, config, dtype, device, dropout=dropout):
         raise UserError(
             f"--attn_implementation {attention} cannot compute the attention of {name}: {reason}. "
             f"Give --attn_implementation auto"

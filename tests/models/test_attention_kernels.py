@@ -4,9 +4,9 @@ They run on CPUs here, see `tests.helpers.attention`.
 """
 
 import dataclasses
-import functools
 import importlib.util
 import json
+import re
 
 import jax
 import jax.numpy as jnp
@@ -14,32 +14,77 @@ import pytest
 
 from rlhf_jax.dry_run import topologies
 from rlhf_jax.errors import UserError
-from rlhf_jax.models import attention, attention_kernels, custom_shape
-from rlhf_jax.models.decoder_context import Context, ScoreFunction
+from rlhf_jax.models import attention, attention_kernels, cudnn, custom_shape
+from rlhf_jax.models.attention import Keys
+from rlhf_jax.models.decoder_context import ALL_KEYS, Context, ScoreFunction
 from rlhf_jax.parallel import sharding, xla_flags
 from tests.helpers.arrays import distance, normal, value_and_vjp
-from tests.helpers.attention import cudnn, splash, use_kernels_on_cpu
+from tests.helpers.attention import splash, use_kernels_on_cpu
 from tests.helpers.children import child, last_line
 from tests.helpers.models_common import padded_rows, random_params
 
 
-def assert_equal_to_blocked(kernel, queries, keys, heads, own, size, *, window=None, softcap=None, segments=False):
-    """Of a left-padded and a right-padded row of two; nothing comes from padding, whose output is finite."""
-    shapes = ((2, queries, heads, size), (2, keys, own, size), (2, keys, own, size))
-    arguments = [normal(i, *shape) for i, shape in enumerate(shapes)]
-    columns = jnp.arange(keys)[None, :]
-    mask = (columns >= jnp.array([keys // 3, 0])[:, None]) & (columns < jnp.array([keys, keys - 3])[:, None])
-    ids = jnp.broadcast_to((columns >= keys // 2).astype(jnp.int32), mask.shape) if segments else None
+class Device:
+    """Stands for a device of another platform."""
+
+    def __init__(self, platform, compute_capability=None):
+        self.platform, self.compute_capability = platform, compute_capability
+
+
+@pytest.fixture
+def on_cpu(monkeypatch):
+    use_kernels_on_cpu(monkeypatch.setattr)
+
+
+def assert_equal_to_blocked(
+    kernel,
+    queries,
+    keys,
+    heads,
+    key_heads,
+    size,
+    *,
+    window=None,
+    softcap=None,
+    segments=False,
+    group=0,
+    start_at_0=False,
+):
+    """Of rows that are padded on the left and on the right, after a prefix of `group` rows each if that is not 0;
+    nothing comes from padding, whose output is finite."""
+    rows = 2 * max(group, 1)
+
+    def padded(columns, count):
+        """Rows with padding at both ends, or after their tokens."""
+        firsts, lasts = jnp.linspace(columns // 3, 0, count), jnp.linspace(columns, columns - 3, count)
+        places = jnp.arange(columns)[None, :]
+        return (places >= (0 if start_at_0 else firsts[:, None].astype(int))) & (places < lasts[:, None].astype(int))
+
+    mask, prefix_mask = padded(keys, rows), padded(20, 2) if start_at_0 else padded(20, 2).at[:, -3:].set(True)
+    shapes = [(rows, queries, heads, size), *[(rows, keys, key_heads, size)] * 2, *[(2, 20, key_heads, size)] * 2]
+    arguments = [normal(i, *shape) for i, shape in enumerate(shapes if group else shapes[:3])]
+    ids = jnp.broadcast_to((jnp.arange(keys)[None, :] >= keys // 2).astype(jnp.int32), mask.shape) if segments else None
     keep = mask[:, -queries:, None, None]
     upstream = jnp.where(keep, normal(9, *shapes[0]), 0)
     score = ScoreFunction(size**-0.5, softcap)
 
-    def outputs(attend):
-        return value_and_vjp(
-            lambda *qkv: attend(*qkv, mask, score, window=window, segment_ids=ids), arguments, upstream
-        )
+    def outputs(attend, prefix_mask):
+        def attended(query, key, value, *prefix):
+            prefix = Keys(*prefix, prefix_mask) if prefix else None
+            return attend(query, Keys(key, value, mask), prefix, window, ids, score)
 
-    ours, wanted = outputs(kernel), outputs(attention.causal_attention)
+        return value_and_vjp(attended, arguments, upstream)
+
+    def blocked(query, keys, prefix, window, ids, score):
+        if prefix is not None and start_at_0:  # columns are as far apart as tokens where padding comes first
+            prefix = Keys(
+                *jax.vmap(lambda row, count: jax.tree.map(lambda x: jnp.roll(x, 20 - count, 0), row))(
+                    prefix, prefix.mask.sum(axis=1)
+                )
+            )
+        return attention.causal_attention(query, keys, score, prefix=prefix, window=window, segment_ids=ids)
+
+    ours, wanted = outputs(kernel, prefix_mask), outputs(blocked, prefix_mask)
     assert all(jnp.isfinite(x).all() for x in jax.tree.leaves(ours))
     assert distance(jnp.where(keep, ours[0], 0), jnp.where(keep, wanted[0], 0)) < 1e-5
     for found, gradient in zip(ours[1], wanted[1], strict=True):
@@ -56,20 +101,35 @@ def assert_equal_to_blocked(kernel, queries, keys, heads, own, size, *, window=N
     ids=str,
 )
 def test_splash_is_blocked_attention_in_value_and_gradient(shape, options):
-    assert_equal_to_blocked(splash, *shape, **options)
+    def kernel(query, keys, prefix, window, ids, score):
+        return splash(score, query, keys, window, ids)
+
+    assert_equal_to_blocked(kernel, *shape, **options)
 
 
 @pytest.mark.parametrize(
-    "shape, options",
+    "shape, options, traced",
     [
-        ((37, 37, 4, 2, 64), {}),
-        ((150, 150, 2, 1, 16), {"window": 33}),
-        ((21, 165, 2, 2, 64), {"window": 50, "segments": True}),
+        ((37, 37, 4, 2, 64), {}, False),
+        ((150, 150, 2, 1, 16), {"window": 33}, False),
+        ((21, 165, 2, 2, 64), {"window": 50, "segments": True}, True),
+        ((37, 37, 4, 2, 64), {"start_at_0": True}, False),
+        ((150, 150, 2, 1, 16), {"start_at_0": True, "window": 33}, False),
+        ((150, 150, 2, 1, 16), {"start_at_0": True, "window": 33}, True),
+        ((37, 37, 4, 2, 64), {"group": 3, "start_at_0": True}, False),
+        ((37, 37, 4, 2, 64), {"group": 3, "start_at_0": True, "window": 30}, True),
+        ((21, 21, 2, 2, 16), {"group": 3}, False),
+        ((21, 21, 2, 1, 16), {"group": 1, "window": 9}, False),
     ],
     ids=str,
 )
-def test_arguments_of_cudnn_are_blocked_attention_in_value_and_gradient(shape, options):
-    assert_equal_to_blocked(cudnn, *shape, **options)
+def test_cudnns_calls_are_blocked_attention_in_value_and_gradient(shape, options, traced, on_cpu):
+    def kernel(query, keys, prefix, window, ids, score):
+        window = jnp.asarray(window) if traced else window
+        more = {"sizes": (9, 30, 33, 50, ALL_KEYS), "start_at_0": options.get("start_at_0", False)}
+        return attention_kernels.cudnn_attention(score, query, keys, prefix, ids, window, **more)
+
+    assert_equal_to_blocked(kernel, *shape, **options)
 
 
 def decoder_config(shape="2x64x1", **fields):
@@ -93,14 +153,28 @@ def decoder_config(shape="2x64x1", **fields):
     ],
 )
 def test_what_a_kernel_does_not_support_has_a_reason(implementation, platform, dtype, fields, reason):
-    arguments = (implementation, decoder_config(**fields), dtype, platform)
-    found = attention_kernels.unsupported(*arguments, dropout=True)
+    config = decoder_config(**fields)
+    found = attention_kernels.unsupported(implementation, config, dtype, Device(platform, "9.0"), dropout=True)
     assert found is None if reason is None else reason in found
 
 
-def test_without_cudnn_or_with_a_head_size_that_it_does_not_take_jax_gives_the_reason():
-    reason = attention_kernels.unsupported("cudnn", decoder_config("llama:1x20x1"), "bfloat16", "gpu")
-    assert reason.startswith("jax refuses it: ")
+@pytest.mark.parametrize(
+    "width, capability, reason",
+    [
+        (20, "9.0", "heads must be multiples of 8 of at most 256 on this device, and the model's are 20"),
+        (256, "8.0", "of at most 128 on this device, and the model's are 256"),
+        (64, "7.5", "compute capability 8.0"),
+    ],
+)
+def test_a_head_size_and_a_gpu_that_cudnn_does_not_take_have_a_reason(width, capability, reason):
+    device = Device("gpu", capability)
+    assert reason in attention_kernels.unsupported("cudnn", decoder_config(f"llama:1x{width}x1"), "bfloat16", device)
+
+
+def test_a_missing_cudnn_has_a_reason(monkeypatch):
+    monkeypatch.setattr(cudnn.kernels, "cuda_versions", None)
+    device = Device("gpu", "9.0")
+    assert "pip install nvidia-cudnn" in attention_kernels.unsupported("cudnn", decoder_config(), "bfloat16", device)
 
 
 def test_models_are_built_with_blocked_attention():
@@ -108,11 +182,6 @@ def test_models_are_built_with_blocked_attention():
 
 
 # --- whole models
-
-
-@pytest.fixture
-def on_cpu(monkeypatch):
-    use_kernels_on_cpu(monkeypatch.setattr)
 
 
 def forward(model, params, tokens, mask, dtype=jnp.float32, dropout_key=None):
@@ -156,27 +225,31 @@ def test_a_model_is_the_same_with_a_kernel(name, on_cpu):
     assert distance(run(with_kernel, params, tokens, mask, dropout_key=key), expected) < 1e-5
 
 
-def test_cudnn_gets_a_mask_only_for_segments_windows_that_differ_and_the_last_columns(on_cpu, monkeypatch):
-    masks = []
+def test_cudnn_gets_a_mask_only_for_segments_the_last_columns_and_windows_after_a_prefix(on_cpu, monkeypatch):
+    masks, forward = [], cudnn.forward
 
-    def record(*arguments, **options):
-        masks.append(arguments[3] is not None)
-        return cudnn(*arguments, **options)
+    def record(form, query, key, value, keep, lengths):
+        assert (keep is None) != (lengths is None)
+        masks.append(keep is not None)
+        return forward(form, query, key, value, keep, lengths)
 
-    monkeypatch.setattr(attention_kernels, "cudnn_attention", record)
+    monkeypatch.setattr(cudnn, "forward", record)
     tokens, mask = padded_rows([20, 22], [4, 0], 24)
 
-    def calls(shape, fields=None, **options):
+    def masked(shape, *rows, fields=None, **options):
         model = dataclasses.replace(custom_shape(shape, 61, **(fields or {})), attn_implementation="cudnn")
         params = jax.eval_shape(model.init, jax.random.key(0))
         masks.clear()
-        jax.eval_shape(lambda params: model.hidden(params, tokens, mask, **options), params)
+        run = model.hidden_after_prompts if rows else model.hidden
+        jax.eval_shape(lambda params: run(params, tokens, mask, *rows, **options), params)
         return set(masks)
 
-    assert calls("llama:2x64x4x2") == {False}
-    assert calls("llama:2x64x4x2", last=5) == {False, True}
-    assert calls("llama:2x64x4x2", segment_ids=jnp.zeros_like(tokens)) == {True}
-    assert calls("gemma3_text:2x64x4x2", {"layer_types": TWO_KINDS}) == {True}
+    assert masked("llama:2x64x4x2") == {False}
+    assert masked("gemma3_text:2x64x4x2", fields={"layer_types": TWO_KINDS}) == {False}
+    assert masked("llama:2x64x4x2", last=5) == {False, True}
+    assert masked("llama:2x64x4x2", segment_ids=jnp.zeros_like(tokens)) == {True}
+    responses = (jnp.ones((4, 8), jnp.int32), jnp.ones((4, 8), bool))
+    assert masked("llama:2x64x4x2", *responses) == {False, True}  # the last layer reads the last column of prompts
 
 
 SHAPES = {"llama:2x64x4x2": (2, 2, 2), "2x64x2": (1, 1, 8)}  # copied heads; heads that do not divide: folded
@@ -201,19 +274,27 @@ def test_devices_compute_their_rows_and_heads():
 # --- compiled for accelerators
 
 
-def gradients(kernel, model, rows, length, **options):
-    """The program of attention and its gradient in bfloat16, and the shapes of its arguments."""
+def gradients(kernel, model, rows, length, group=0, **options):
+    """The program of attention and its gradient in bfloat16, and the shapes of its arguments; after a prefix of `group`
+    rows each if that is not 0."""
     config = model.family.decoder_config(model.config)
     context = Context(config, jnp.bfloat16, model.layout, attn_implementation=kernel)
 
-    def program(query, key, value, mask):
-        attend = functools.partial(attention_kernels.row_attention, context, mask=mask, **options)
-        out, pull = jax.vjp(lambda *qkv: attend(*qkv), query, key, value)
+    def program(arrays, masks):
+        def attend(query, *pairs):
+            keys, *prefix = (Keys(*pair, mask) for pair, mask in zip(pairs, masks, strict=True))
+            return attention_kernels.row_attention(context, query, keys, prefix=(prefix or [None])[0], **options)
+
+        out, pull = jax.vjp(attend, *arrays)
         return out, pull(out)
 
-    heads = (config.num_attention_heads, context.held_heads, context.held_heads)
-    shapes = [jax.ShapeDtypeStruct((rows, length, h, config.head_dim), jnp.bfloat16) for h in heads]
-    return jax.jit(program), (*shapes, jax.ShapeDtypeStruct((rows, length), jnp.bool_))
+    def shape(rows, columns, heads):
+        return jax.ShapeDtypeStruct((rows, columns, heads, config.head_dim), jnp.bfloat16)
+
+    sets = [(rows, length), *([(rows // group, 96)] if group else [])]
+    pairs = [(shape(*size, context.held_heads),) * 2 for size in sets]
+    masks = [jax.ShapeDtypeStruct(size, jnp.bool_) for size in sets]
+    return jax.jit(program), ([shape(rows, length, config.num_attention_heads), *pairs], masks)
 
 
 @pytest.mark.parametrize("size", [64, 80, 128])
@@ -224,35 +305,78 @@ def test_splash_has_a_lowering_for_tpus(size):
         assert kernel in text
 
 
+def described_gpus(name):
+    """Devices, where the machine can compile for them."""
+    pytest.importorskip("jax_cuda13_plugin")
+    if importlib.util.find_spec("nvidia.cudnn") is None:
+        pytest.skip("pip install nvidia-cudnn-cu13")
+    try:
+        return topologies.topology_devices(name)
+    except UserError as error:
+        pytest.skip(str(error))
+
+
 @pytest.mark.gpu_aot
 @pytest.mark.parametrize(
-    "sizes, options, kernel",
+    "sizes, shape, options, kernels",
     [
-        ((1, 1, 1), {}, "ScaleBiasSoftmax"),
-        ((2, 2, 2), {}, "ScaleBiasSoftmax"),
-        ((1, 1, 1), {"start_at_0": True}, "Softmax"),
-        ((2, 2, 2), {"start_at_0": True, "window": 33}, "Softmax"),
+        ((1, 1, 1), "llama:1x256x4x2", {}, ["ScaleBiasSoftmax"]),
+        ((2, 2, 2), "llama:1x256x4x2", {}, ["ScaleBiasSoftmax"]),
+        ((1, 1, 1), "llama:1x256x4x2", {"start_at_0": True}, ["Softmax"]),
+        ((1, 1, 1), "1x512x2", {"start_at_0": True}, ["Softmax"]),  # heads of 256
+        ((2, 2, 2), "llama:1x256x4x2", {"start_at_0": True, "window": 33}, ["Softmax"]),
+        ((2, 2, 2), "llama:1x256x4x2", {"start_at_0": True, "group": 2}, ["Softmax", "Softmax"]),
+        ((1, 1, 1), "llama:1x256x4x2", {"group": 4, "window": 33}, ["ScaleBiasSoftmax", "ScaleBiasSoftmax"]),
     ],
     ids=str,
 )
-def test_cudnn_compiles_for_gpus_with_odd_lengths_and_on_meshes(sizes, options, kernel):
-    pytest.importorskip("jax_cuda13_plugin")
-    try:
-        devices = topologies.topology_devices(f"h100:{sizes[0] ** 3}")
-    except UserError as error:
-        pytest.skip(str(error))
+def test_cudnn_compiles_for_gpus_with_odd_lengths_and_on_meshes(sizes, shape, options, kernels):
+    devices = described_gpus(f"h100:{sizes[0] ** 3}")
     mesh = sharding.make_mesh(*sizes, devices=devices)
-    model = custom_shape("llama:1x256x4x2", 64).on(mesh)
-    reason = attention_kernels.unsupported("cudnn", model.config, "bfloat16", devices[0].platform)
-    if importlib.util.find_spec("nvidia.cudnn") is None:
-        pytest.skip(f"pip install nvidia-cudnn-cu13: {reason}")
-    assert reason is None
-    program, shapes = gradients("cudnn", model, 8, 165, **options)
+    model = custom_shape(shape, 64).on(mesh)
+    config = model.family.decoder_config(model.config)
+    assert attention_kernels.unsupported("cudnn", config, "bfloat16", devices[0]) is None
+    program, arguments = gradients("cudnn", model, 16, 165, **options)
     split = sharding.batch_sharding(mesh)
-    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=split) for x in shapes]
-    compiled = program.trace(*shapes).lower().compile(compiler_options=topologies.compiler_options(devices[0]))
-    assert f'"__cudnn$fmha{kernel}"' in compiled.as_text()
-    assert f'"__cudnn$fmha{kernel}Backward"' in compiled.as_text()
+    arguments = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=split), arguments)
+    compiled = program.trace(*arguments).lower().compile(compiler_options=topologies.compiler_options(devices[0]))
+    calls = re.findall(r'custom_call_target="__cudnn\$fmha(\w+)"', compiled.as_text())
+    assert sorted(calls) == sorted([*kernels, *(f"{kernel}Backward" for kernel in kernels)])
+
+
+@pytest.mark.gpu_aot
+@pytest.mark.parametrize("masked", [False, True])
+def test_cudnns_calls_are_those_of_jaxs_function(masked):
+    described_gpus("h100:1")
+    rows, columns = 2, 64
+    query, key = (jax.ShapeDtypeStruct((rows, columns, heads, 64), jnp.bfloat16) for heads in (4, 2))
+    keep, count = jnp.ones((rows, 1, columns, columns), bool), jnp.full(rows, 9, jnp.int32)
+    form = cudnn.Form(0.25, causal=True, window=None if masked else 16)
+
+    def ours(query, key, value):
+        lengths = None if masked else cudnn.Lengths(count, count)
+        arguments = (query, key, value, keep if masked else None, lengths)
+        return cudnn.backward(form, *arguments, *cudnn.forward(form, *arguments), query)
+
+    def of_jax(query, key, value):
+        options = {"query_seq_lengths": count, "key_value_seq_lengths": count, "local_window_size": (15, 0)}
+        options = {"mask": keep} if masked else options
+        out, pull = jax.vjp(
+            lambda *qkv: jax.nn.dot_product_attention(
+                *qkv, scale=0.25, is_causal=True, implementation="cudnn", **options
+            ),
+            *(query, key, value),
+        )
+        return pull(query)
+
+    def configs(function):
+        text = jax.jit(function).trace(query, key, key).lower(lowering_platforms=("cuda",)).as_text()
+        return [
+            re.sub(r"seed\W+\d+", "", call)
+            for call in re.findall(r"@__cudnn\$fmha\w+.*backend_config = (\S.*?)\}\}", text)
+        ]
+
+    assert len(configs(ours)) == 2 and configs(ours) == configs(of_jax)
 
 
 if __name__ == "__main__":
@@ -261,18 +385,12 @@ if __name__ == "__main__":
     print(json.dumps({str(case): on_mesh(case[0], SHAPES[case[0]], *case[1:]) for case in cases}))
 
 
-class Device:
-    """Stands for a device of another platform."""
-
-    def __init__(self, platform, compute_capability=None):
-        self.platform, self.compute_capability = platform, compute_capability
-
-
 @pytest.mark.parametrize(
     "device, options, used",
     [
         (Device("gpu", "9.0"), {}, "cudnn"),
-        (Device("gpu", "8.0"), {}, "blocked"),
+        (Device("gpu", "8.0"), {}, "cudnn"),
+        (Device("gpu", "8.6"), {}, "blocked"),
         (Device("gpu", "10.0"), {}, "blocked"),
         (Device("cpu"), {}, "blocked"),
         (Device("tpu"), {}, "blocked"),
@@ -281,9 +399,9 @@ class Device:
         (Device("gpu", "9.0"), {"attention_dropout": 0.1, "dropout": True}, "blocked"),
     ],
 )
-def test_auto_is_cudnn_on_hopper_where_it_computes_the_models_attention(monkeypatch, device, options, used):
+def test_auto_is_cudnn_on_an_a100_and_hopper_where_it_computes_the_models_attention(monkeypatch, device, options, used):
     monkeypatch.setenv("XLA_FLAGS", "")
-    monkeypatch.setattr(attention_kernels, "_refused_by_jax", lambda config: None)  # which asks for cuDNN here
+    monkeypatch.setattr(cudnn.kernels, "check_cudnn_version", lambda: None)
     options = {"dtype": "bfloat16", "dropout": False, **options}
     dtype, dropout = options.pop("dtype"), options.pop("dropout")
     config = dataclasses.replace(decoder_config(), **options)
@@ -292,9 +410,9 @@ def test_auto_is_cudnn_on_hopper_where_it_computes_the_models_attention(monkeypa
 
 
 def test_deterministic_kernels_are_not_cudnns(monkeypatch):
-    monkeypatch.setattr(attention_kernels, "_refused_by_jax", lambda config: None)
+    monkeypatch.setattr(cudnn.kernels, "check_cudnn_version", lambda: None)
     monkeypatch.setenv("XLA_FLAGS", "")
     xla_flags.add(xla_flags.DETERMINISTIC)
     config, hopper = decoder_config(), Device("gpu", "9.0")
     assert attention_kernels.resolved("auto", config, "bfloat16", hopper, dropout=False) == "blocked"
-    assert "--deterministic" in attention_kernels.unsupported("cudnn", config, "bfloat16", "gpu")
+    assert "--deterministic" in attention_kernels.unsupported("cudnn", config, "bfloat16", hopper)

@@ -171,12 +171,15 @@ def cached(query, key, value, prefix, prefix_keep, filled, block, int8, score, s
 
 @functools.partial(jax.jit, static_argnames="score")
 def plain(query, key, value, prefix, prefix_keep, filled, score):
-    queries = query.shape[1]
+    _, queries, heads, _ = query.shape
     places = filled[:, None] + jnp.arange(queries)[None]
-    keep = (jnp.arange(COLUMNS)[None, None] <= places[..., None])[:, None]
-    parts = (x.swapaxes(1, 2) for x in (query, key, value))
-    prompt = (prefix["k"].swapaxes(2, 3), prefix["v"], prefix_keep)
-    return attention.attend_after_prefix(*parts, keep, *prompt, score).swapaxes(1, 2)
+    seen = jnp.arange(COLUMNS)[None, None] <= places[..., None]
+    before = jnp.broadcast_to(jnp.repeat(prefix_keep, GROUP, axis=0)[:, None], (BATCH, queries, CONTEXT))
+    pairs = ((prefix["k"].swapaxes(2, 3), key), (prefix["v"], value))
+    both = (jnp.concatenate([jnp.repeat(x, GROUP, axis=0), y.swapaxes(1, 2)], axis=2) for x, y in pairs)
+    keys, values = (jnp.repeat(x, heads // key.shape[2], axis=1) for x in both)
+    keep = jnp.concatenate([before, seen], axis=2)[:, None]
+    return attention.attend(query.swapaxes(1, 2), keys, values, keep, lambda x: x, score).swapaxes(1, 2)
 
 
 def inputs(seed, heads, own_heads, queries):

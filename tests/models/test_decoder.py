@@ -133,10 +133,12 @@ def test_scan_over_stacked_params_equals_a_loop_over_layers():
     config = decoder_config(MODEL.config)
     rope, score = rotary_angles(positions, *config.ropes), config.score_function
     x = backbone["embed_in"]["embedding"][ids]
+
+    def attend(query, key, value):
+        return attention.causal_attention(query, attention.Keys(key, value, mask), score), None
+
     for layer in backbone["layers"]:
-        x, _ = decoder.Block(Context(config)).apply(
-            {"params": layer}, x, rope, lambda q, k, v: (attention.causal_attention(q, k, v, mask, score), None)
-        )
+        x, _ = decoder.Block(Context(config)).apply({"params": layer}, x, rope, attend)
     x = (x - x.mean(-1, keepdims=True)) * jax.lax.rsqrt(x.var(-1, keepdims=True) + MODEL.config.layer_norm_eps)
     norm = backbone["final_layer_norm"]
     expected = x * norm["scale"][None, None] + norm["bias"][None, None]

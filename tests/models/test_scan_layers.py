@@ -69,7 +69,7 @@ def test_attention_of_the_last_queries_is_that_of_all_in_value_and_gradient(quer
     upstream = normal(9, 2, queries, 2, 8)
 
     def alone(query, key, value):
-        return attention.causal_attention(query[:, -queries:], key, value, mask, ScoreFunction(8**-0.5))
+        return attention.causal_attention(query[:, -queries:], attention.Keys(key, value, mask), ScoreFunction(8**-0.5))
 
     def of_all(query, key, value):
         return plain_causal(query, key, value, mask)[:, -queries:]
