@@ -106,11 +106,7 @@ def row_attention(
         attend = partial(cudnn_attention, score, sizes=sizes, start_at_0=start_at_0)
         return _on_each_device(context.layout, attend, query, keys, prefix, segment_ids, window)
 
-    def splash(query: Array, keys: Keys, prefix: None, segment_ids: Any, window: None) -> Array:
-        return splash_attention(score, query, keys, static_window, segment_ids)
-
-    static_window = window
-    return _on_each_device(context.layout, splash, query, keys, None, segment_ids, None)
+    return _on_each_device(context.layout, partial(splash_attention, score), query, keys, None, segment_ids, window)
 
 
 def _on_each_device(
@@ -123,17 +119,21 @@ def _on_each_device(
     window: Array | int | None,
 ) -> Array:
     """`attend` of the other arguments, each device computing its rows and heads: XLA cannot split a kernel itself."""
-    arguments = (query, keys, prefix, segment_ids, window)
     if layout is None or layout.mesh.size == 1:
-        return attend(*arguments)
+        return attend(query, keys, prefix, segment_ids, window)
+    traced = window if isinstance(window, jax.Array) else None
+
+    def on_device(query: Array, keys: Keys, prefix: Keys | None, segment_ids: Array | None, traced: Any) -> Array:
+        return attend(query, keys, prefix, segment_ids, window if traced is None else traced)
+
     units = len((keys if prefix is None else prefix).mask)
     rows, heads = fitting_axes(layout, "rows", units), fitting_axes(layout, "tensor", keys.key.shape[2])
     of_rows, of_heads = P(rows or None), P(rows or None, None, heads or None)
     of_keys = Keys(of_heads, of_heads, of_rows)
     specs = (of_heads, of_keys, None if prefix is None else of_keys, of_rows, P())
     # Pallas does not say over which axes the outputs of a kernel vary.
-    mapped = jax.shard_map(attend, mesh=layout.mesh, in_specs=specs, out_specs=of_heads, check_vma=False)
-    return mapped(*arguments)
+    mapped = jax.shard_map(on_device, mesh=layout.mesh, in_specs=specs, out_specs=of_heads, check_vma=False)
+    return mapped(query, keys, prefix, segment_ids, traced)
 
 
 def _pad_left(x: Array | None, length: int) -> Array | None:
@@ -321,8 +321,9 @@ def splash_attention(
     score: ScoreFunction,
     query: Array,
     keys: Keys,
-    window: int | None = None,
+    prefix: None = None,
     segment_ids: Array | None = None,
+    window: int | None = None,
     *,
     interpret: bool = False,
 ) -> Array:
@@ -333,6 +334,7 @@ def splash_attention(
 
     Args:
       score, query, keys: as in `causal_attention`.
+      prefix: not supported.
       window: static.
       segment_ids: at least 0.
       interpret: run Pallas' interpreter, on any platform.

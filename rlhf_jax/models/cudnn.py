@@ -59,7 +59,7 @@ def _arguments(form: Form, keep: Array | None, lengths: Lengths | None, dtype: A
     mask = {"NO_MASK": "CAUSAL", "PADDING": "PADDING_CAUSAL"}[padding] if form.causal else padding
     return operands, {
         "scale": form.scale,
-        "seed": 0,
+        "seed": 42,  # of dropout; jax's default
         "dropout_rate": 0.0,
         "variadic_args": (keep is not None, False),  # whether there is a bias, and a gradient of it
         "mask_type": kernels.MaskType[mask],

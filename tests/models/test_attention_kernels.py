@@ -102,7 +102,7 @@ def assert_equal_to_blocked(
 )
 def test_splash_is_blocked_attention_in_value_and_gradient(shape, options):
     def kernel(query, keys, prefix, window, ids, score):
-        return splash(score, query, keys, window, ids)
+        return splash(score, query, keys, prefix, ids, window)
 
     assert_equal_to_blocked(kernel, *shape, **options)
 
@@ -371,10 +371,7 @@ def test_cudnns_calls_are_those_of_jaxs_function(masked):
 
     def configs(function):
         text = jax.jit(function).trace(query, key, key).lower(lowering_platforms=("cuda",)).as_text()
-        return [
-            re.sub(r"seed\W+\d+", "", call)
-            for call in re.findall(r"@__cudnn\$fmha\w+.*backend_config = (\S.*?)\}\}", text)
-        ]
+        return re.findall(r"@__cudnn\$fmha\w+.*backend_config = (\S.*?)\}\}", text)
 
     assert len(configs(ours)) == 2 and configs(ours) == configs(of_jax)
 
