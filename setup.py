@@ -1,5 +1,6 @@
 """pip install . gives rlhf_jax with its configs and the command rlhf-jax; extras:
-test, docs, release, math, vision, int8, report, rouge, s3, gcs, wandb, trackio, cuda, cuda12, tpu, tpu-aot, gpu-aot."""
+test, docs, release, math, vision, int8, report, rouge, s3, gcs, wandb, trackio, cuda, cuda12, tokamax, tpu, tpu-aot,
+gpu-aot."""
 
 import pathlib
 
@@ -88,6 +89,7 @@ setup(
         "tpu": ["jax[tpu]"],
         "tpu-aot": ["libtpu>=0.0.51,<0.1"],
         # jax's plugin of its own version, and NVIDIA's compiler: enough to compile for GPUs, not to run on them.
-        "gpu-aot": ["jax[cuda13-local]", "nvidia-cuda-nvcc>=13,<14"],
+        "tokamax": ["tokamax>=0.0.12,<0.1"],
+        "gpu-aot": ["jax[cuda13-local]", "nvidia-cuda-nvcc>=13,<14", "tokamax>=0.0.12,<0.1"],
     },
 )

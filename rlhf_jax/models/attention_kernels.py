@@ -1,13 +1,15 @@
 """Attention over whole rows by an implementation that `attn_implementation` names, and what each of them supports.
 
-blocked is `attention.causal_attention`; cudnn and splash are kernels of jax, for NVIDIA GPUs and TPUs. Shape letters as
-in `attention`.
+blocked is `attention.causal_attention`; cudnn and splash are kernels of jax, for NVIDIA GPUs and TPUs; tokamax is a
+kernel of the library of this name, for Hopper GPUs. Shape letters as in `attention`.
 """
 
 from __future__ import annotations
 
+import importlib.util
+import logging
 from collections.abc import Callable
-from functools import partial, reduce
+from functools import cache, partial, reduce
 from typing import Any, NamedTuple
 
 import jax
@@ -22,10 +24,10 @@ from rlhf_jax.parallel import xla_flags
 from rlhf_jax.parallel.sharding import Layout, fitting_axes
 from rlhf_jax.types import Array
 
-PLATFORMS = {"cudnn": "gpu", "splash": "tpu"}
+PLATFORMS = {"cudnn": "gpu", "tokamax": "gpu", "splash": "tpu"}
 """The platform of the devices that a kernel is for; blocked runs on all."""
 SPLASH_BLOCKS = (512, 256, 128)  # largest first; rows are padded to a multiple of the smallest
-CUDNN_MULTIPLE = 8  # of the tokens of a row
+CUDNN_MULTIPLE, TOKAMAX_MULTIPLE = 8, 128  # of the tokens of a row
 
 
 def resolved(implementation: str, config: DecoderConfig, dtype: Any, device: jax.Device, *, dropout: bool) -> str:
@@ -55,7 +57,7 @@ def unsupported(
     """Why an implementation cannot compute a model's attention; None: it can.
 
     Args:
-      implementation: blocked, cudnn or splash.
+      implementation: blocked, cudnn, tokamax or splash.
       device: one of those that compute it; may be a described one.
       dropout: whether the model is trained with its dropout.
     """
@@ -69,13 +71,38 @@ def unsupported(
     if implementation == "splash":
         windows = set(config.layer_window)
         return "it takes one window for all layers, and the model's layers have several" if len(windows) > 1 else None
+    if jnp.dtype(dtype) != jnp.bfloat16:
+        return f"it computes in bfloat16, and --dtype is {jnp.dtype(dtype).name}"
+    if implementation == "tokamax":
+        return _refused_by_tokamax(config, device)
     if config.attention_softcap is not None:
         return f"it has no soft cap of the scores, and the model's attention_softcap is {config.attention_softcap:g}"
     if xla_flags.are_deterministic():
         return "XLA fails to compile its gradient among deterministic kernels (--deterministic or XLA_FLAGS)"
-    if jnp.dtype(dtype) != jnp.bfloat16:
-        return f"it computes in bfloat16, and --dtype is {jnp.dtype(dtype).name}"
     return cudnn.refusal(config.head_dim, device)
+
+
+def _refused_by_tokamax(config: DecoderConfig, device: jax.Device) -> str | None:
+    """Why Tokamax cannot trace its kernel and the gradient for a device; None: it can."""
+    if importlib.util.find_spec("tokamax") is None:
+        return "it needs pip install 'rlhf_jax[tokamax]'"
+    if not str(getattr(device, "compute_capability", "")).startswith("9."):
+        return "its kernel is for GPUs of compute capability 9 (Hopper)"
+    shape = (1, TOKAMAX_MULTIPLE, config.num_attention_heads, config.head_dim)
+    query = jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+    key = jax.ShapeDtypeStruct((*shape[:2], config.num_key_value_heads, shape[3]), jnp.bfloat16)
+
+    def gradients(query: Array, key: Array, value: Array) -> Any:
+        keys = Keys(key, value, jnp.ones(shape[:2], bool))
+        attend = partial(tokamax_attention, config.score_function, keys=keys, device=device, start_at_0=True)
+        out, pull = jax.vjp(attend, query)
+        return pull(out)
+
+    try:
+        jax.eval_shape(gradients, query, key, key)
+    except (NotImplementedError, ValueError) as error:
+        return f"tokamax refuses it: {str(error).splitlines()[0].rstrip('.')}"
+    return None
 
 
 def row_attention(
@@ -95,18 +122,22 @@ def row_attention(
     Options that the implementation does not support were refused when the models were opened; an unsupported argument
     that reaches this function raises an error of the kernel.
     """
-    score = context.config.score_function
-    # jax's kernel for TPUs returns no log-sum-exp with a gradient, so a prefix is in no softmax with it.
-    if context.attn_implementation == "blocked" or (context.attn_implementation == "splash" and prefix is not None):
+    score, implementation = context.config.score_function, context.attn_implementation
+    # Only cuDNN's two functions take the log-sum-exp of a softmax over more keys.
+    if implementation == "blocked" or (implementation != "cudnn" and prefix is not None):
         options = {"prefix": prefix, "window": window, "drop": drop, "segment_ids": segment_ids}
         return causal_attention(query, keys, score, **options)
-    assert drop is None, f"{context.attn_implementation} has no dropout"
-    if context.attn_implementation == "cudnn":
-        sizes = tuple(sorted({ALL_KEYS if size is None else size for size in context.config.layer_window}))
-        attend = partial(cudnn_attention, score, sizes=sizes, start_at_0=start_at_0)
-        return _on_each_device(context.layout, attend, query, keys, prefix, segment_ids, window)
-
-    return _on_each_device(context.layout, partial(splash_attention, score), query, keys, None, segment_ids, window)
+    assert drop is None, f"{implementation} has no dropout"
+    arguments = (query, keys, prefix, segment_ids, window)
+    if implementation == "splash":
+        return _on_each_device(context.layout, partial(splash_attention, score), *arguments)
+    if implementation == "tokamax":
+        device = None if context.layout is None else context.layout.mesh.devices.flat[0]
+        attend = partial(tokamax_attention, score, device=device, start_at_0=start_at_0)
+        return _on_each_device(context.layout, attend, *arguments)
+    sizes = tuple(sorted({ALL_KEYS if size is None else size for size in context.config.layer_window}))
+    attend = partial(cudnn_attention, score, sizes=sizes, start_at_0=start_at_0)
+    return _on_each_device(context.layout, attend, *arguments)
 
 
 def _on_each_device(
@@ -136,11 +167,9 @@ def _on_each_device(
     return mapped(query, keys, prefix, segment_ids, traced)
 
 
-def _pad_left(x: Array | None, length: int) -> Array | None:
+def _pad_left(x: Array, length: int) -> Array:
     """[B, S, ...] with zeros in front, [B, length, ...]."""
-    if x is None or x.shape[1] == length:
-        return x
-    return jnp.pad(x, ((0, 0), (length - x.shape[1], 0), *[(0, 0)] * (x.ndim - 2)))
+    return x if x.shape[1] == length else jnp.pad(x, ((0, 0), (length - x.shape[1], 0), *[(0, 0)] * (x.ndim - 2)))
 
 
 def _pad_right(x: Array, length: int) -> Array:
@@ -186,27 +215,42 @@ def cudnn_attention(
     Returns:
       [B, Q, H, K].
     """
-    queries, columns = query.shape[1], keys.mask.shape[1]
-    causal, by_length = queries == columns, start_at_0 and segment_ids is None
-    padded_queries, padded_columns = _round_up(queries, CUDNN_MULTIPLE), _round_up(columns, CUDNN_MULTIPLE)
-    if causal and by_length:  # padding follows the tokens
-        pad, first = _pad_right, 0
+    rows, pad, first = _row_part(keys, query.shape[1], window, segment_ids, start_at_0, CUDNN_MULTIPLE)
+    which, windows = (None, (None,)) if rows.lengths is None else _static_windows(window, sizes)
+    causal = query.shape[1] == keys.mask.shape[1]
+    forms, parts, queries = [tuple(cudnn.Form(score.scale, causal, size) for size in windows)], [rows], pad(query)
+    if prefix is not None:
+        place = jnp.arange(queries.shape[1]) - first  # of the queries, in their row
+        parts = [_prefix_part(prefix, place, len(query) // len(prefix.mask), window, start_at_0), rows]
+        forms = [(cudnn.Form(score.scale),), *forms]
+    out = _by_parts(tuple(forms), queries, tuple(parts), which)
+    return jax.lax.slice_in_dim(out, first, first + query.shape[1], axis=1)
+
+
+def _row_part(
+    keys: Keys, queries: int, window: Array | int | None, segment_ids: Array | None, start_at_0: bool, multiple: int
+) -> tuple[_Part, Callable[[Array], Array], int]:
+    """Keys whose last `queries` columns attend to them.
+
+    Args:
+      multiple: of queries and keys, to which padding is added.
+
+    Returns:
+      The keys, with lengths where padding follows the tokens and all columns are queries, else with a mask; what adds
+      the padding to queries; and the column of the first of these then.
+    """
+    columns, lengths = keys.mask.shape[1], None
+    padded_queries, padded_columns = _round_up(queries, multiple), _round_up(columns, multiple)
+    if start_at_0 and queries == columns and segment_ids is None:
+        pad, first, keep = _pad_right, 0, None
         count = keys.mask.sum(axis=1, dtype=jnp.int32)
-        keep, lengths = None, cudnn.Lengths(count, count)
-        which, windows = _static_windows(window, sizes)
+        lengths = cudnn.Lengths(count, count)
     else:
         pad, first = _pad_left, padded_queries - queries
-        mask, ids = _pad_left(keys.mask, padded_columns), _pad_left(segment_ids, padded_columns)
-        keep, lengths = causal_mask(mask, padded_queries, padded_columns, window, ids), None
-        which, windows = None, (None,)
-    forms = [tuple(cudnn.Form(score.scale, causal, size) for size in windows)]
-    parts = [_Part(pad(keys.key, padded_columns), pad(keys.value, padded_columns), keep, lengths)]
-    if prefix is not None:
-        place = jnp.arange(padded_queries) - first  # of the queries, in their row
-        parts = [_prefix_part(prefix, place, len(query) // len(prefix.mask), window, start_at_0), *parts]
-        forms = [(cudnn.Form(score.scale),), *forms]
-    out = _by_parts(tuple(forms), pad(query, padded_queries), tuple(parts), which)
-    return jax.lax.slice_in_dim(out, first, first + queries, axis=1)
+        mask, ids = (None if x is None else _pad_left(x, padded_columns) for x in (keys.mask, segment_ids))
+        keep = causal_mask(mask, padded_queries, padded_columns, window, ids)
+    part = _Part(pad(keys.key, padded_columns), pad(keys.value, padded_columns), keep, lengths)
+    return part, partial(pad, length=padded_queries), first
 
 
 def _static_windows(window: Array | int | None, sizes: tuple[int, ...]) -> tuple[Array | None, tuple[int | None, ...]]:
@@ -315,6 +359,88 @@ def _by_parts_backward(forms, residuals, d_out) -> tuple[Any, ...]:
 
 
 _by_parts.defvjp(_by_parts_forward, _by_parts_backward)
+
+
+@cache
+def _tokamax() -> Any:
+    """The library. It would parse the words of this command as its flags, and log each shape that it has no measured
+    block sizes for."""
+    import tokamax
+    from absl import flags
+
+    if not flags.FLAGS.is_parsed():
+        flags.FLAGS.mark_as_parsed()
+    logging.getLogger("absl").addFilter(lambda record: not str(record.msg).startswith("Autotuning cache miss"))
+    return tokamax
+
+
+def tokamax_attention(
+    score: ScoreFunction,
+    query: Array,
+    keys: Keys,
+    prefix: None = None,
+    segment_ids: Array | None = None,
+    window: Array | int | None = None,
+    *,
+    device: jax.Device | None = None,
+    start_at_0: bool = False,
+    implementation: str = "mosaic",
+) -> Array:
+    """`attention.causal_attention` by Tokamax's kernel for Hopper GPUs, which is written in Pallas (Mosaic GPU).
+
+    Its gradient is two kernels without atomic additions, so that the order of its additions is specified.
+
+    Args:
+      score, query, keys, segment_ids, window: as in `causal_attention`; bfloat16.
+      prefix: not supported.
+      device: that it is for, which may be a described one; None: jax's default.
+      start_at_0: as in `cudnn_attention`.
+      implementation: of `tokamax.dot_product_attention`.
+
+    Returns:
+      [B, Q, H, K].
+    """
+    tokamax = _tokamax()
+    rows, pad, first = _row_part(keys, query.shape[1], window, segment_ids, start_at_0, TOKAMAX_MULTIPLE)
+    options = {"scale": score.scale, "logits_soft_cap": score.softcap, "implementation": implementation}
+    if rows.lengths is not None:
+        keep, count = None, jnp.maximum(rows.lengths.keys, 1)
+    else:
+        # Every query sees its own column, padding too.
+        _, _, queries, columns = rows.keep.shape
+        keep, count = rows.keep | jnp.eye(queries, columns, columns - queries, dtype=bool)[None, None], None
+        window = None  # the mask has it
+
+    def attend(query: Array, key: Array, value: Array, keep: Any, count: Any, window: Any) -> Array:
+        more = {} if count is None else {"is_causal": True, "key_value_seq_lengths": count}
+        more |= {} if window is None else {"local_window_size": (window - 1, 0)}
+        return tokamax.dot_product_attention(query, key, value, mask=keep, **options, **more)
+
+    out = _with_default_device(device, attend, pad(query), rows.key, rows.value, (keep, count, window))
+    return jax.lax.slice_in_dim(out, first, first + query.shape[1], axis=1)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _with_default_device(
+    device: jax.Device | None, attend: Callable[..., Array], query: Array, key: Array, value: Array, others: tuple
+) -> Array:
+    """`attend(query, key, value, *others)`; it and its gradient are traced while `device` is jax's default, by which
+    Tokamax chooses what it computes."""
+    with jax.default_device(device):
+        return attend(query, key, value, *others)
+
+
+def _with_default_device_forward(device, attend, query, key, value, others) -> tuple[Array, Any]:
+    with jax.default_device(device):
+        return jax.vjp(lambda *qkv: attend(*qkv, *others), query, key, value)
+
+
+def _with_default_device_backward(device, attend, pull, d_out) -> tuple[Any, ...]:
+    with jax.default_device(device):
+        return *pull(d_out), None
+
+
+_with_default_device.defvjp(_with_default_device_forward, _with_default_device_backward)
 
 
 def splash_attention(

@@ -218,11 +218,11 @@ class _Rows(NamedTuple):
 def _to_column_0(rows: _Rows) -> tuple[_Rows, Callable[[Array], Array]]:
     """The rows as their attention computes them fastest, and a function that puts [B, S, ...] back into their layout.
 
-    cuDNN's kernel takes a mask [B, 1, Q, S] and reads all of it. Where a row's tokens start at column 0, causal
-    attention needs none: what follows them is padding.
+    Kernels for GPUs take a mask [B, 1, Q, S] and read all of it. Where a row's tokens start at column 0, they take
+    its length instead, and skip what follows them.
     """
     context, mask = rows.context, rows.mask
-    if context.attn_implementation != "cudnn" or rows.segment_ids is not None:
+    if context.attn_implementation not in ("cudnn", "tokamax") or rows.segment_ids is not None:
         return rows, lambda x: x
     size, first = mask.shape[1], jnp.argmax(mask, axis=1)[:, None]
     columns, inverse = ((jnp.arange(size)[None] + shift) % size for shift in (first, -first))

@@ -316,6 +316,14 @@ def described_gpus(name):
         pytest.skip(str(error))
 
 
+def compiled_text(kernel, model, devices, **options):
+    """The program of `gradients`, compiled for devices."""
+    program, arguments = gradients(kernel, model, 16, 165, **options)
+    split = sharding.batch_sharding(model.layout.mesh)
+    arguments = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=split), arguments)
+    return program.trace(*arguments).lower().compile(compiler_options=topologies.compiler_options(devices[0])).as_text()
+
+
 @pytest.mark.gpu_aot
 @pytest.mark.parametrize(
     "sizes, shape, options, kernels",
@@ -332,16 +340,64 @@ def described_gpus(name):
 )
 def test_cudnn_compiles_for_gpus_with_odd_lengths_and_on_meshes(sizes, shape, options, kernels):
     devices = described_gpus(f"h100:{sizes[0] ** 3}")
-    mesh = sharding.make_mesh(*sizes, devices=devices)
-    model = custom_shape(shape, 64).on(mesh)
+    model = custom_shape(shape, 64).on(sharding.make_mesh(*sizes, devices=devices))
     config = model.family.decoder_config(model.config)
     assert attention_kernels.unsupported("cudnn", config, "bfloat16", devices[0]) is None
-    program, arguments = gradients("cudnn", model, 16, 165, **options)
-    split = sharding.batch_sharding(mesh)
-    arguments = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=split), arguments)
-    compiled = program.trace(*arguments).lower().compile(compiler_options=topologies.compiler_options(devices[0]))
-    calls = re.findall(r'custom_call_target="__cudnn\$fmha(\w+)"', compiled.as_text())
+    text = compiled_text("cudnn", model, devices, **options)
+    calls = re.findall(r'custom_call_target="__cudnn\$fmha(\w+)"', text)
     assert sorted(calls) == sorted([*kernels, *(f"{kernel}Backward" for kernel in kernels)])
+
+
+@pytest.fixture
+def with_tokamax():
+    """The library relies on NumPy's promotion of ranks, which these tests forbid elsewhere."""
+    pytest.importorskip("tokamax")
+    with jax.numpy_rank_promotion("allow"):
+        yield
+
+
+@pytest.mark.gpu_aot
+@pytest.mark.parametrize(
+    "shape, options, traced",
+    [
+        ((37, 37, 4, 2, 64), {"softcap": 5.0}, False),
+        ((21, 165, 2, 2, 64), {"window": 50, "segments": True}, False),
+        ((150, 150, 2, 1, 16), {"start_at_0": True, "window": 33, "softcap": 5.0}, True),
+    ],
+    ids=str,
+)
+def test_arguments_of_tokamax_are_blocked_attention_in_value_and_gradient(shape, options, traced, with_tokamax):
+    def kernel(query, keys, prefix, window, ids, score):
+        window = jnp.asarray(window) if traced else window
+        more = {"start_at_0": options.get("start_at_0", False), "implementation": "xla"}
+        return attention_kernels.tokamax_attention(score, query, keys, prefix, ids, window, **more)
+
+    assert_equal_to_blocked(kernel, *shape, **options)
+
+
+@pytest.mark.gpu_aot
+@pytest.mark.parametrize(
+    "sizes, shape, options",
+    [
+        ((1, 1, 1), "gemma2:1x256x4x2", {"start_at_0": True, "window": 33}),
+        ((2, 2, 2), "llama:1x512x4x2", {}),
+        ((1, 1, 1), "1x512x2", {"start_at_0": True}),  # heads of 256
+    ],
+    ids=str,
+)
+def test_tokamaxs_kernel_and_its_gradient_compile_for_hopper(sizes, shape, options, with_tokamax):
+    devices = described_gpus(f"h100:{sizes[0] ** 3}")
+    model = custom_shape(shape, 64).on(sharding.make_mesh(*sizes, devices=devices))
+    config = model.family.decoder_config(model.config)
+    assert attention_kernels.unsupported("tokamax", config, "bfloat16", devices[0]) is None
+    text = compiled_text("tokamax", model, devices, **options)
+    assert len(re.findall(r'custom_call_target="mosaic_gpu\w*"', text)) == 3  # forward, of queries, of keys and values
+
+
+@pytest.mark.gpu_aot
+def test_tokamaxs_kernel_is_for_hopper(with_tokamax):
+    reason = attention_kernels.unsupported("tokamax", decoder_config(), "bfloat16", Device("gpu", "8.0"))
+    assert "compute capability 9" in reason
 
 
 @pytest.mark.gpu_aot
