@@ -278,10 +278,14 @@ def causal_keep(queries: Array, keys: Array, window: Array | int | None) -> Arra
 # and values are made as [K, S].
 
 
-def _scores(score: ScoreFunction, queries: Array, part: _Part) -> Array:
-    """Scaled queries [N, KV, R, K] -> [N, KV, R, S] float32."""
-    scores = jnp.einsum("bhkq,bhks->bhqs", queries.swapaxes(2, 3), part.key, preferred_element_type=jnp.float32)
-    return score.masked(scores, part.keep)
+def _scores(score: ScoreFunction, queries: Array, part: _Part, *, in_rows: bool = False) -> Array:
+    """Scaled queries [N, KV, R, K] -> [N, KV, R, S] float32. `in_rows`: by the product of [R, K] and [S, K], which
+    adds in another order."""
+    if in_rows:
+        equation, operands = "bhqk,bhsk->bhqs", (queries, part.key.swapaxes(2, 3))
+    else:
+        equation, operands = "bhkq,bhks->bhqs", (queries.swapaxes(2, 3), part.key)
+    return score.masked(jnp.einsum(equation, *operands, preferred_element_type=jnp.float32), part.keep)
 
 
 def _weighted_sum(weights: Array, value: Array) -> Array:
@@ -386,7 +390,8 @@ def _softmax_weighted_mean(score: ScoreFunction, queries: Array, parts: list[_Pa
     """Queries [B, KV, R, K] -> (mean of the values weighted by one softmax over all parts [B, KV, R, K], log-sum-exp
     [B, KV, R, 1]), float32."""
     rows = len(queries)
-    scores = [_scores(score, group_by_prefix(queries, len(part.key)), part) for part in parts]
+    in_rows = len(parts) > 1  # the queries that share a prefix are many beside its keys, and need no transposition
+    scores = [_scores(score, group_by_prefix(queries, len(part.key)), part, in_rows=in_rows) for part in parts]
     peak = reduce(jnp.maximum, (ungroup(x.max(axis=-1, keepdims=True), rows) for x in scores))
     weights = [jnp.exp(x - group_by_prefix(peak, len(x))) for x in scores]
     total = reduce(jnp.add, (ungroup(x.sum(axis=-1, keepdims=True), rows) for x in weights))
