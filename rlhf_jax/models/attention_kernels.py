@@ -125,6 +125,7 @@ def row_attention(
     score, implementation = context.config.score_function, context.attn_implementation
     # Only cuDNN's two functions take the log-sum-exp of a softmax over more keys.
     if implementation == "blocked" or (implementation != "cudnn" and prefix is not None):
+        prefix = padding_first(prefix) if start_at_0 and prefix is not None else prefix
         options = {"prefix": prefix, "window": window, "drop": drop, "segment_ids": segment_ids}
         return causal_attention(query, keys, score, **options)
     assert drop is None, f"{implementation} has no dropout"
@@ -175,6 +176,17 @@ def _pad_left(x: Array, length: int) -> Array:
 def _pad_right(x: Array, length: int) -> Array:
     """[B, S, ...] with zeros behind, [B, length, ...]."""
     return x if x.shape[1] == length else jnp.pad(x, ((0, 0), (0, length - x.shape[1]), *[(0, 0)] * (x.ndim - 2)))
+
+
+def padding_first(keys: Keys) -> Keys:
+    """Keys whose padding follows their tokens, with the padding moved before them."""
+    columns, count = keys.mask.shape[1], keys.mask.sum(axis=1, keepdims=True)
+    return Keys(*(take_columns(x, (jnp.arange(columns)[None] + count) % columns) for x in keys))
+
+
+def take_columns(x: Array, columns: Array) -> Array:
+    """The columns [B, S] of [B, S, ...], by row."""
+    return jnp.take_along_axis(x, columns.reshape(*columns.shape, *[1] * (x.ndim - 2)), axis=1)
 
 
 def _round_up(size: int, multiple: int) -> int:

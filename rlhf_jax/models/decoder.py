@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 
 from rlhf_jax.models.attention import Attention, Keys, last_columns
-from rlhf_jax.models.attention_kernels import row_attention
+from rlhf_jax.models.attention_kernels import row_attention, take_columns
 from rlhf_jax.models.cached_attention import (
     Segment,
     attend_cached,
@@ -226,15 +226,11 @@ def _to_column_0(rows: _Rows) -> tuple[_Rows, Callable[[Array], Array]]:
         return rows, lambda x: x
     size, first = mask.shape[1], jnp.argmax(mask, axis=1)[:, None]
     columns, inverse = ((jnp.arange(size)[None] + shift) % size for shift in (first, -first))
-
-    def take(x: Array, columns: Array) -> Array:
-        return jnp.take_along_axis(x, columns.reshape(*columns.shape, *[1] * (x.ndim - 2)), axis=1)
-
-    tokens, positions, mask = (take(x, columns) for x in (rows.tokens, rows.positions, mask))
+    tokens, positions, mask = (take_columns(x, columns) for x in (rows.tokens, rows.positions, mask))
     if context.dropout is not None:
         context = dataclasses.replace(context, dropout=dataclasses.replace(context.dropout, positions=positions))
     ropes = _ropes(context.config, positions)
-    return _Rows(context, tokens, positions, mask, ropes, start_at_0=True), lambda x: take(x, inverse)
+    return _Rows(context, tokens, positions, mask, ropes, start_at_0=True), lambda x: take_columns(x, inverse)
 
 
 def hidden(

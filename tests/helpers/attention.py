@@ -1,7 +1,7 @@
 """Attention as its formula, differentiated by JAX; and kernels of accelerators on CPUs.
 
-Splash runs in Pallas' interpreter. In place of cuDNN's two kernels are their formulas, with NaN wherever cuDNN promises
-nothing.
+Splash runs in Pallas' interpreter, Tokamax's function in its form for XLA. In place of cuDNN's two kernels are their
+formulas, with NaN wherever cuDNN promises nothing.
 """
 
 import functools
@@ -13,12 +13,14 @@ import jax.numpy as jnp
 from rlhf_jax.models import attention_kernels, cudnn
 
 splash = functools.partial(attention_kernels.splash_attention, interpret=True)
+tokamax = functools.partial(attention_kernels.tokamax_attention, implementation="xla")
 
 
 def use_kernels_on_cpu(setattr=setattr):
     """Makes CPUs the platform of the kernels."""
     setattr(attention_kernels, "PLATFORMS", dict.fromkeys(attention_kernels.PLATFORMS, "cpu"))
     setattr(attention_kernels, "splash_attention", splash)
+    setattr(attention_kernels, "tokamax_attention", tokamax)
     setattr(cudnn, "refusal", lambda *_: None)
     setattr(cudnn, "forward", cudnn_forward)
     setattr(cudnn, "backward", cudnn_backward)

@@ -19,7 +19,7 @@ from rlhf_jax.models.attention import Keys
 from rlhf_jax.models.decoder_context import ALL_KEYS, Context, ScoreFunction
 from rlhf_jax.parallel import sharding, xla_flags
 from tests.helpers.arrays import distance, normal, value_and_vjp
-from tests.helpers.attention import splash, use_kernels_on_cpu
+from tests.helpers.attention import splash, tokamax, use_kernels_on_cpu
 from tests.helpers.children import child, last_line
 from tests.helpers.models_common import padded_rows, random_params
 
@@ -77,11 +77,7 @@ def assert_equal_to_blocked(
 
     def blocked(query, keys, prefix, window, ids, score):
         if prefix is not None and start_at_0:  # columns are as far apart as tokens where padding comes first
-            prefix = Keys(
-                *jax.vmap(lambda row, count: jax.tree.map(lambda x: jnp.roll(x, 20 - count, 0), row))(
-                    prefix, prefix.mask.sum(axis=1)
-                )
-            )
+            prefix = attention_kernels.padding_first(prefix)
         return attention.causal_attention(query, keys, score, prefix=prefix, window=window, segment_ids=ids)
 
     ours, wanted = outputs(kernel, prefix_mask), outputs(blocked, prefix_mask)
@@ -215,10 +211,13 @@ MODELS = {
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_model_is_the_same_with_a_kernel(name, on_cpu):
-    kernel, shape, fields = MODELS[name]
+    assert_the_same_with(*MODELS[name], key=jax.random.key(1) if "dropout" in name else None)
+
+
+def assert_the_same_with(kernel, shape, fields, key=None):
+    """As with blocked attention, in all that attends whole rows."""
     model = custom_shape(shape, 61, **fields)
     params, (tokens, mask) = random_params(model), padded_rows([20, 22], [4, 0], 24)
-    key = jax.random.key(1) if "dropout" in name else None
     run = jax.jit(forward, static_argnums=0)
     expected = run(model, params, tokens, mask, dropout_key=key)
     with_kernel = dataclasses.replace(model, attn_implementation=kernel)
@@ -369,10 +368,14 @@ def with_tokamax():
 def test_arguments_of_tokamax_are_blocked_attention_in_value_and_gradient(shape, options, traced, with_tokamax):
     def kernel(query, keys, prefix, window, ids, score):
         window = jnp.asarray(window) if traced else window
-        more = {"start_at_0": options.get("start_at_0", False), "implementation": "xla"}
-        return attention_kernels.tokamax_attention(score, query, keys, prefix, ids, window, **more)
+        return tokamax(score, query, keys, prefix, ids, window, start_at_0=options.get("start_at_0", False))
 
     assert_equal_to_blocked(kernel, *shape, **options)
+
+
+@pytest.mark.gpu_aot
+def test_a_model_with_soft_caps_and_two_windows_is_the_same_with_tokamax(on_cpu, with_tokamax):
+    assert_the_same_with("tokamax", "gemma2:2x64x4x2", {"sliding_window": 7, "layer_types": TWO_KINDS})
 
 
 @pytest.mark.gpu_aot
