@@ -2,41 +2,68 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import datetime
+import re
+from collections.abc import Callable, Iterator
 from typing import Any
 
 KINDS = ("float32, highest", "float32, default", "bfloat16")
+PHASES = {"generate": "generate", "reward": "score", "experience": "experience", "update": "update"}
+"""Phases of an update, and the programs of a dry run."""
+HEAD = "| | generate | reward | log-probabilities and values | update |"
+
+Results = dict[str, Any]
 
 
-def markdown(results: dict[str, dict[str, Any]]) -> str:
-    """One section for each part that is done, in the order of the page; names those that are not.
+def markdown(parts: dict[str, Results]) -> str:
+    """All sections that have something to say, in the order of the page; names the parts that are not complete.
 
     Args:
-      results: the JSON that the script writes.
+      parts: what the script writes of each.
 
     Returns:
       Markdown.
     """
-    done = {name: part["result"] for name, part in results.items() if part["status"] == "done"}
-    lines = [*_machine(done.get("environment")), *_beside_trl(done)]
-    for name, section in (
-        ("attention", _attention),
-        ("numbers", _numbers),
-        ("greedy", _greedy),
-    ):
-        if name in done:
-            lines += ["", *section(done[name])]
-    for name in ("resume", "resume_deterministic"):
-        if name in done:
-            updates, different = done[name]["killed after updates"], done[name]["different"]
-            verdict = f"{len(different)} differences: {', '.join(different)}" if different else "no file differs"
-            lines += ["", f"{name}: a run was killed after {updates} updates and continued; {verdict}."]
-    if "replay" in done:
-        lines += ["", f"Recorded runs, float32 in its highest precision: {'; '.join(verdicts(done['replay']))}."]
-    missing = [f"{name} ({part['status']})" for name, part in results.items() if part["status"] != "done"]
-    if missing:
-        lines += ["", f"Not measured: {', '.join(missing)}."]
-    return "\n".join(lines).strip() + "\n"
+    missing = [
+        f"{name} ({part['status']}: {part['why'].splitlines()[-1] if part.get('why') else 'unknown'})"
+        for name, part in parts.items()
+        if part["status"] != "done"
+    ]
+    lines = [*sections(parts).values(), *([f"Not complete: {'; '.join(missing)}."] if missing else [])]
+    return "\n\n".join(lines) + "\n"
+
+
+def sections(parts: dict[str, Results]) -> dict[str, str]:
+    """The text of each of `SECTIONS` that has one; of a part that was cut off what it measured."""
+    measured = {name: part["result"] for name, part in parts.items() if part["status"] != "failed" and "result" in part}
+    texts = {name: "\n".join(section(measured)).strip() for name, section in SECTIONS.items()}
+    return {name: text for name, text in texts.items() if text}
+
+
+def place(section: str) -> str:
+    """The line of a page above a section's blocks, one of each day."""
+    return f"<!-- day {section} -->"
+
+
+def filled(page: str, parts: dict[str, Results], began: str) -> str:
+    """A page with the sections of a day.
+
+    Args:
+      page: has the line `place` of each section.
+      parts: as in `markdown`.
+      began: minute of the day's beginning, YYYY-MM-DD HH:MM; only blocks of this day are replaced.
+    """
+    kind = parts.get("environment", {}).get("result", {}).get("kind", "this device")
+    date = datetime.datetime.strptime(began, "%Y-%m-%d %H:%M")
+    for name, text in sections(parts).items():
+        begin, end = f"<!-- day {name} of {began} -->", f"<!-- end of day {name} of {began} -->"
+        block = f"{begin}\n\n{kind}, {date.day} {date:%B %Y}, by `scripts/accelerator_day.py`:\n\n{text}\n\n{end}"
+        old = re.compile(re.escape(begin) + ".*?" + re.escape(end), re.DOTALL)
+        if old.search(page):
+            page = old.sub(lambda _, block=block: block, page)
+        else:
+            page = page.replace(place(name), f"{place(name)}\n\n{block}", 1)
+    return page
 
 
 def verdicts(text: str) -> list[str]:
@@ -44,7 +71,8 @@ def verdicts(text: str) -> list[str]:
     return [line for line in text.splitlines() if line.endswith((" replays", "DOES NOT REPLAY"))]
 
 
-def _machine(environment: dict[str, Any] | None) -> Iterator[str]:
+def _machine(measured: Results) -> Iterator[str]:
+    environment = measured.get("environment")
     if environment is None:
         return
     versions = ", ".join(f"{name} {version}" for name, version in environment["versions"].items())
@@ -55,58 +83,144 @@ def _machine(environment: dict[str, Any] | None) -> Iterator[str]:
     yield f"| {', '.join(f'{name} {rate:.1f}' for name, rate in products)} | {rates['bandwidth'] / 1e9:,.0f} |"
 
 
-def _beside_trl(done: dict[str, Any]) -> Iterator[str]:
-    cases = {name: result for name, result in done.items() if isinstance(result, dict) and "pairs" in result}
+def _attention(measured: Results) -> Iterator[str]:
+    for result in (result for name, result in measured.items() if name.startswith("attention")):
+        size = f"{result['rows']} rows of {result['tokens'][0]} + {result['tokens'][1]} tokens"
+        yield f"| {result['shape']}, {result['heads']} heads of {result['head size']}, {size} | recomputes | " + (
+            "attention alone, forward and backward | policy's gradient | arrays as compiled, as measured "
+            "| compilation: trace, lower, XLA |"
+        )
+        yield "|" + "---|" * 6
+        for label, gradient in result["measured"].items():
+            form, name, remat = label.split(", ")
+            if remat == "alone":
+                continue
+            row = f"| {form}, `{name}` | {remat} |"
+            alone = result["measured"].get(f"{form}, {name}, alone", {})
+            row += f" {alone['ms']:.2f} ms |" if "ms" in alone else f" {alone.get('error', '–')[:80]} |"
+            if "error" in gradient:
+                yield f"{row} {gradient['error'].splitlines()[0][:80]} | – | – |"
+                continue
+            memory = f"{gradient['MiB']:,.0f}, {_number(gradient['measured MiB'], ',.0f')} MiB"
+            seconds = ", ".join(f"{part:.1f}" for part in gradient["trace, lower, XLA s"])
+            yield f"{row} {gradient['ms']:.1f} ms | {memory} | {seconds} s |"
+        yield ""
+
+
+def _number(value: float | None, form: str) -> str:
+    return "–" if value is None else f"{value:{form}}"
+
+
+def _cases(measured: Results) -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]:
+    """Of each size of the benchmark: its name, what ours and TRL's processes measured, and seconds and FLOP/s by phase
+    and system."""
+    names = [name.removesuffix("_trl") for name, result in measured.items() if isinstance(result, dict)]
+    for name in dict.fromkeys(
+        name for name in names if "pairs" in {**measured.get(name, {}), **measured.get(f"{name}_trl", {})}
+    ):
+        results = [measured[each] for each in (name, f"{name}_trl") if each in measured]
+        options = results[0]["options"]
+        label = f"{options['algo'].upper()} {options['shape']}" + (
+            ", deterministic" if options["deterministic"] else ""
+        )
+        systems = {system: result for each in results for system, result in each["pairs"][0].items()}
+        rows = {(row["phase"], row["system"]): row for each in results for row in each["phases"]}
+        yield f"{label}, {next(iter(systems.values()))['micro']} rows", systems, rows
+
+
+def _beside_trl(measured: Results) -> Iterator[str]:
+    if not (cases := list(_cases(measured))):
+        return
+    yield "| micro-batch | ours, s an update | TRL's | episodes/s, ours / TRL's | peak memory, ours | TRL's |"
+    yield "|" + "---|" * 6
+    for label, systems, _ in cases:
+        both = [systems.get(system, {}) for system in ("ours", "trl")]
+        seconds = [part.get("updates", [])[1:] for part in both]
+        cells = [", ".join(f"{value:.2f}" for value in values) or "–" for values in seconds]
+        means = [sum(values) / len(values) if values else None for values in seconds]
+        cells.append(f"{means[1] / means[0]:.2f}" if all(means) else "–")
+        peaks = [part.get("peak_device_mib", part.get("peak_rss_mib")) for part in both]
+        cells += [f"{_number(peak, ',.0f')} MiB" for peak in peaks]
+        yield f"| {label} | {' | '.join(cells)} |"
+    yield from ("", "Seconds by phase, ours and TRL's, and their shares of the peak matrix rate:", "", HEAD)
+    yield "|" + "---|" * 5
+    for label, systems, rows in cases:
+        peak = max(part["matmul_flops"] for part in systems.values())
+
+        def cells(field: str, form: str, scale: float = 1.0, rows: Any = rows) -> str:
+            values = [[rows.get((phase, system), {}).get(field) for system in ("ours", "trl")] for phase in PHASES]
+            return " | ".join(", ".join(_number(x and x / scale, form) for x in pair) for pair in values)
+
+        yield f"| {label} | {cells('seconds', '.3f')} |"
+        yield f"| share of the peak | {cells('flops_per_second', '.0%', peak)} |"
+
+
+def _predicted(measured: Results) -> Iterator[str]:
+    cases = [case for case in _cases(measured) if "predicted" in case[1].get("ours", {})]
     if not cases:
         return
-    head = "| | rows, ours and TRL's | s an update, ours | TRL's | episodes/s, ours / TRL's | MiB, ours | TRL's |"
-    yield from ("", head, "|" + "---|" * 7)
-    for name, result in cases.items():
-        for pair in result["pairs"]:
-            yield _pair(name, pair)
-    yield from ("", "| | phase | | s | share of the matrix peak |", "|" + "---|" * 5)
-    for name, result in cases.items():
-        for row in result["phases"]:
-            yield f"| {name} | {row['phase']} | {row['system']} | {row['seconds']:.3f} | {row['mfu']:.1%} |"
+    yield f"{HEAD} all | peak memory, MiB | load, first update, of it compiling |"
+    yield "|" + "---|" * 8
+    for label, systems, rows in cases:
+        ours, programs = systems["ours"], systems["ours"]["predicted"]
+        pairs = [(programs[name]["seconds"], rows[phase, "ours"]["seconds"]) for phase, name in PHASES.items()]
+        predicted = [seconds for seconds, _ in pairs if seconds is not None]
+        pairs.append((sum(predicted) if len(predicted) == len(PHASES) else None, sum(x for _, x in pairs)))
+        cells = [f"{_number(x, '.3f')}, {y:.3f}" for x, y in pairs]
+        peak = ours.get("peak_device_mib")
+        cells.append(f"{max(program['peak_mib'] for program in programs.values()):,.0f}, {_number(peak, ',.0f')}")
+        cells.append(f"{ours['load_seconds']:.1f}, {ours['updates'][0]:.1f}, {ours['compile_seconds']:.1f} s")
+        yield f"| {label}: predicted, measured, s | {' | '.join(cells)} |"
 
 
-def _pair(name: str, pair: dict[str, dict]) -> str:
-    ours, theirs = pair.get("ours", {}), pair.get("trl", {})
-    cells = [", ".join(f"{seconds:.2f}" for seconds in part.get("updates", ())[1:]) for part in (ours, theirs)]
-    ratio = ""
-    if all("updates" in part and len(part["updates"]) > 1 for part in (ours, theirs)):
-        means = [sum(part["updates"][1:]) / len(part["updates"][1:]) for part in (ours, theirs)]
-        ratio = f"{means[1] / means[0]:.2f}"
-    peaks = [f"{part.get('peak_mib', part.get('peak_rss_mib', 0)):,.0f}" for part in (ours, theirs)]
-    return (
-        f"| {name} | {ours.get('micro')}, {theirs.get('micro')} | {' | '.join(cells)} | {ratio} | {' | '.join(peaks)} |"
-    )
-
-
-def _attention(result: dict[str, Any]) -> Iterator[str]:
-    rows, tokens, heads, size = (result[name] for name in ("rows", "tokens", "heads", "head size"))
-    yield f"Attention of {rows} rows of {tokens} tokens, {heads} heads of {size}:"
-    head = "| attention | alone, forward and backward | policy's gradient | temporary arrays |"
-    yield from ("", head, "|---|---|---|---|")
-    for name, variant in result.items():
-        if isinstance(variant, dict):
-            if "policy's gradient" not in variant:
-                yield f"| {name} | {variant.get('error', variant)} | | |"
-                continue
-            alone, gradient = variant["attention and its gradient"]["ms"], variant["policy's gradient"]["ms"]
-            temporary = variant["policy's gradient"]["temporary MiB"]
-            yield f"| {name} | {alone:.2f} ms | {gradient:.1f} ms | {temporary:,.1f} MiB |"
-
-
-def _numbers(result: dict[str, Any]) -> Iterator[str]:
-    yield f"| {result['shape']}, relative to torch in float32 on the CPU | {' | '.join(KINDS)} |"
-    yield "|" + "---|" * (1 + len(KINDS))
-    for quantity in result[KINDS[0]]:
-        yield f"| {quantity} | {' | '.join(f'{result[kind][quantity]:.1e}' for kind in KINDS)} |"
-
-
-def _greedy(result: dict[str, Any]) -> Iterator[str]:
-    for name, part in result.items():
+def _numbers(measured: Results) -> Iterator[str]:
+    yield from _leaves("difference", measured)
+    if "numbers" in measured:
+        result = measured["numbers"]
+        yield f"| {result['shape']}, relative to torch in float32 on the CPU | {' | '.join(KINDS)} |"
+        yield "|" + "---|" * (1 + len(KINDS))
+        for quantity in result[KINDS[0]]:
+            yield f"| {quantity} | {' | '.join(f'{result[kind][quantity]:.1e}' for kind in KINDS)} |"
+        yield ""
+    for name, part in measured.get("greedy", {}).items():
         if isinstance(part, dict):
-            equal, rows = part["equal tokens"], part["equal rows"]
-            yield f"- {name}: {equal:.0%} of {result['tokens']} tokens and {rows:.0%} of the rows are those of the CPU."
+            equal, rows, tokens = part["equal tokens"], part["equal rows"], measured["greedy"]["tokens"]
+            yield f"- {name}: {equal:.0%} of {tokens} tokens and {rows:.0%} of the rows are those of the CPU."
+    for name in ("resume", "resume_deterministic"):
+        if name in measured:
+            updates, different = measured[name]["killed after updates"], measured[name]["different"]
+            verdict = f"{len(different)} differences: {', '.join(different)}" if different else "no file differs"
+            yield f"- {name}: a run was killed after {updates} updates and continued; {verdict}."
+    if "replay" in measured:
+        yield f"- Recorded runs, float32 in its highest precision: {'; '.join(verdicts(measured['replay']))}."
+
+
+def _leaves(name: str, measured: Results) -> Iterator[str]:
+    """A table of all numbers of a part, with their keys."""
+
+    def rows(keys: tuple[str, ...], value: Any) -> Iterator[str]:
+        if isinstance(value, dict | list):
+            for key, each in value.items() if isinstance(value, dict) else enumerate(value):
+                yield from rows((*keys, str(key)), each)
+        elif isinstance(value, int | float):
+            yield f"| {', '.join(keys)} | {value:.6g} |"
+
+    if name in measured:
+        yield from (f"| {name} | |", "|---|---|", *rows((), measured[name]), "")
+
+
+def _chat(measured: Results) -> Iterator[str]:
+    if "chat" in measured:
+        yield from ("```", *measured["chat"].splitlines()[-12:], "```")
+
+
+SECTIONS: dict[str, Callable[[Results], Iterator[str]]] = {
+    "machine": _machine,
+    "attention": _attention,
+    "beside_trl": _beside_trl,
+    "predicted": _predicted,
+    "numbers": _numbers,
+    "decoding": lambda measured: _leaves("decoding", measured),
+    "chat": _chat,
+}
+"""What writes the lines of each section."""
