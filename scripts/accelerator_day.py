@@ -214,17 +214,19 @@ def run_part(part: Part, args: argparse.Namespace, limit: float, before: dict[st
         outcome["result"] = json.loads(part.json_file.read_text(encoding="utf-8"))
     if code is None:
         return {**outcome, "status": "cut", "why": f"the time was up after {limit:.0f} s"}
-    if code and not (part.json_file is None and verdicts(text)):  # a run that does not replay is a result
-        return {**outcome, "status": "failed", "why": "\n".join(text.splitlines()[-25:])}
-    return {**outcome, "text": text} if part.json_file else {**outcome, "code": code, "result": text[-12_000:]}
+    lines, out_of_memory = text.splitlines(), code and "runs out of memory with" in text
+    if part.json_file is None or out_of_memory:
+        outcome["result"] = {"out_of_memory": lines[-1]} if out_of_memory else text[-12_000:]
+    if code and not (out_of_memory or verdicts(text)):  # a run that does not replay is a result too
+        return {**outcome, "status": "failed", "why": "\n".join(lines[-25:])}
+    return {**outcome, "text": "\n".join(verdicts(text)) or text}
 
 
 def summary(name: str, outcome: dict[str, Any]) -> str:
     """What the terminal shows of a part."""
     if outcome["status"] != "done":
         return f"{name}: {outcome['status']}: {outcome['why']}"
-    shown = outcome.get("text") or "\n".join(verdicts(outcome["result"])) or outcome["result"][-2000:]
-    return f"{name} ({outcome['seconds']} s)\n{shown.rstrip()}"
+    return f"{name} ({outcome['seconds']} s)\n{outcome['text'].rstrip()}"
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -273,7 +275,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The command: 0, or 1 if a part failed."""
     args = parse(argv)
     end = time.monotonic() + 60 * args.minutes
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # ends the part that runs, as Ctrl-C does
     if args.wheels:
         install(args)
     day = {"began": time.strftime("%Y-%m-%d %H:%M", time.gmtime()), "parts": {}}
@@ -304,4 +305,5 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # ends the part that runs, as Ctrl-C does
     sys.exit(main())

@@ -70,8 +70,8 @@ class Predicted(NamedTuple):
 
 
 def rates(device: Any, dtype: str) -> Rates | None:
-    """The rates that a device is predicted with: of a CPU those measured on it, of others, whether present or described,
-    shares of the published ones; None if none are published."""
+    """The rates that a device, present or described, is predicted with: of a CPU those measured on it, of others shares
+    of the published ones; None if none are published."""
     if device.platform == "cpu":
         flops = peaks.peak(device, dtype).flops
         return Rates(flops, flops, peaks.rates_by_size(device), 0.0)

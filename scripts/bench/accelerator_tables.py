@@ -10,7 +10,7 @@ from typing import Any
 KINDS = ("float32, highest", "float32, default", "bfloat16")
 PHASES = {"generate": "generate", "reward": "score", "experience": "experience", "update": "update"}
 """Phases of an update, and the programs of a dry run."""
-HEAD = "| | generate | reward | log-probabilities and values | update |"
+HEAD = "| | generate | reward | log-probabilities and values | update"
 
 Results = dict[str, Any]
 
@@ -101,31 +101,28 @@ def _attention(measured: Results) -> Iterator[str]:
             if "error" in gradient:
                 yield f"{row} {gradient['error'].splitlines()[0][:80]} | – | – |"
                 continue
-            memory = f"{gradient['MiB']:,.0f}, {_number(gradient['measured MiB'], ',.0f')} MiB"
+            memory = f"{gradient['MiB']:,.0f}, {_number(gradient['measured MiB'], '{:,.0f}')} MiB"
             seconds = ", ".join(f"{part:.1f}" for part in gradient["trace, lower, XLA s"])
             yield f"{row} {gradient['ms']:.1f} ms | {memory} | {seconds} s |"
         yield ""
 
 
 def _number(value: float | None, form: str) -> str:
-    return "–" if value is None else f"{value:{form}}"
+    return "–" if value is None else form.format(value)
 
 
-def _cases(measured: Results) -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]:
-    """Of each size of the benchmark: its name, what ours and TRL's processes measured, and seconds and FLOP/s by phase
-    and system."""
-    names = [name.removesuffix("_trl") for name, result in measured.items() if isinstance(result, dict)]
-    for name in dict.fromkeys(
-        name for name in names if "pairs" in {**measured.get(name, {}), **measured.get(f"{name}_trl", {})}
-    ):
-        results = [measured[each] for each in (name, f"{name}_trl") if each in measured]
-        options = results[0]["options"]
-        label = f"{options['algo'].upper()} {options['shape']}" + (
-            ", deterministic" if options["deterministic"] else ""
-        )
-        systems = {system: result for each in results for system, result in each["pairs"][0].items()}
-        rows = {(row["phase"], row["system"]): row for each in results for row in each["phases"]}
-        yield f"{label}, {next(iter(systems.values()))['micro']} rows", systems, rows
+def _cases(measured: Results) -> Iterator[tuple[str, dict[str, Results], dict[tuple[str, str], Results]]]:
+    """Of each size of the benchmark: its name, what a process of ours and of TRL measured, and rows by phase and
+    system."""
+    for name in dict.fromkeys(name.removesuffix("_trl") for name in measured):
+        both = {"ours": measured.get(name, {}), "trl": measured.get(f"{name}_trl", {})}
+        done = {system: each for system, each in both.items() if isinstance(each, dict) and "pairs" in each}
+        if done:
+            options = next(iter(done.values()))["options"]
+            systems = {system: each["pairs"][0][system] if system in done else each for system, each in both.items()}
+            rows = {(row["phase"], row["system"]): row for each in done.values() for row in each["phases"]}
+            label = f"{options['algo'].upper()} {options['shape']}, {systems[next(iter(done))]['micro']} rows"
+            yield label + (", `--deterministic`" if options["deterministic"] else ""), systems, rows
 
 
 def _beside_trl(measured: Results) -> Iterator[str]:
@@ -134,41 +131,42 @@ def _beside_trl(measured: Results) -> Iterator[str]:
     yield "| micro-batch | ours, s an update | TRL's | episodes/s, ours / TRL's | peak memory, ours | TRL's |"
     yield "|" + "---|" * 6
     for label, systems, _ in cases:
-        both = [systems.get(system, {}) for system in ("ours", "trl")]
-        seconds = [part.get("updates", [])[1:] for part in both]
-        cells = [", ".join(f"{value:.2f}" for value in values) or "–" for values in seconds]
-        means = [sum(values) / len(values) if values else None for values in seconds]
-        cells.append(f"{means[1] / means[0]:.2f}" if all(means) else "–")
-        peaks = [part.get("peak_device_mib", part.get("peak_rss_mib")) for part in both]
-        cells += [f"{_number(peak, ',.0f')} MiB" for peak in peaks]
-        yield f"| {label} | {' | '.join(cells)} |"
-    yield from ("", "Seconds by phase, ours and TRL's, and their shares of the peak matrix rate:", "", HEAD)
+        seconds = [each.get("updates", [])[1:] for each in systems.values()]
+        cells = [", ".join(f"{value:.2f}" for value in values) for values in seconds]
+        cells = [
+            cell or ("out of memory" if "out_of_memory" in each else "–")
+            for cell, each in zip(cells, systems.values(), strict=True)
+        ]
+        ours, trl = (sum(values) / max(len(values), 1) for values in seconds)
+        cells.append(f"{trl / ours:.2f}" if ours and trl else "–")
+        peaks = [each.get("peak_device_mib", each.get("peak_rss_mib")) for each in systems.values()]
+        yield f"| {label} | {' | '.join((*cells, *(_number(peak, '{:,.0f} MiB') for peak in peaks)))} |"
+    yield from ("", "Seconds by phase, ours and TRL's, and their shares of the peak matrix rate:", "", f"{HEAD} |")
     yield "|" + "---|" * 5
     for label, systems, rows in cases:
-        peak = max(part["matmul_flops"] for part in systems.values())
-
-        def cells(field: str, form: str, scale: float = 1.0, rows: Any = rows) -> str:
-            values = [[rows.get((phase, system), {}).get(field) for system in ("ours", "trl")] for phase in PHASES]
-            return " | ".join(", ".join(_number(x and x / scale, form) for x in pair) for pair in values)
-
-        yield f"| {label} | {cells('seconds', '.3f')} |"
-        yield f"| share of the peak | {cells('flops_per_second', '.0%', peak)} |"
+        peak = max(each.get("matmul_flops", 0) for each in systems.values())
+        for title, field, form, unit in (
+            (label, "seconds", "{:.3f}", 1.0),
+            ("share of the peak", "flops_per_second", "{:.0%}", peak),
+        ):
+            values = [[rows.get((phase, system), {}).get(field) for system in systems] for phase in PHASES]
+            cells = [", ".join(_number(x and x / unit, form) for x in pair) for pair in values]
+            yield f"| {title} | {' | '.join(cells)} |"
 
 
 def _predicted(measured: Results) -> Iterator[str]:
-    cases = [case for case in _cases(measured) if "predicted" in case[1].get("ours", {})]
-    if not cases:
-        return
-    yield f"{HEAD} all | peak memory, MiB | load, first update, of it compiling |"
-    yield "|" + "---|" * 8
+    cases = [case for case in _cases(measured) if "predicted" in case[1]["ours"]]
+    if cases:
+        yield f"{HEAD} | all | peak memory, MiB | load, first update, of it compiling |"
+        yield "|" + "---|" * 8
     for label, systems, rows in cases:
         ours, programs = systems["ours"], systems["ours"]["predicted"]
-        pairs = [(programs[name]["seconds"], rows[phase, "ours"]["seconds"]) for phase, name in PHASES.items()]
-        predicted = [seconds for seconds, _ in pairs if seconds is not None]
-        pairs.append((sum(predicted) if len(predicted) == len(PHASES) else None, sum(x for _, x in pairs)))
-        cells = [f"{_number(x, '.3f')}, {y:.3f}" for x, y in pairs]
-        peak = ours.get("peak_device_mib")
-        cells.append(f"{max(program['peak_mib'] for program in programs.values()):,.0f}, {_number(peak, ',.0f')}")
+        predicted = [programs[name]["seconds"] for name in PHASES.values()]
+        seconds = [rows[phase, "ours"]["seconds"] for phase in PHASES]
+        predicted.append(None if None in predicted else sum(predicted))
+        cells = [f"{_number(x, '{:.3f}')}, {y:.3f}" for x, y in zip(predicted, (*seconds, sum(seconds)), strict=True)]
+        peaks = max(program["peak_mib"] for program in programs.values()), ours.get("peak_device_mib")
+        cells.append(", ".join(_number(peak, "{:,.0f}") for peak in peaks))
         cells.append(f"{ours['load_seconds']:.1f}, {ours['updates'][0]:.1f}, {ours['compile_seconds']:.1f} s")
         yield f"| {label}: predicted, measured, s | {' | '.join(cells)} |"
 
