@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from rlhf_jax.dry_run import hlo
+from rlhf_jax.dry_run import hlo, topologies
 from rlhf_jax.parallel import peaks
 
 REACHED_FLOPS, REACHED_BANDWIDTH = 879 / 989, 2.9 / 3.35
@@ -70,16 +70,17 @@ class Predicted(NamedTuple):
 
 
 def rates(device: Any, dtype: str) -> Rates | None:
-    """The rates that a device, present or described, is predicted with: of a CPU those measured on it, of others shares
-    of the published ones; None if none are published."""
+    """The rates that a device is predicted with: of a CPU those measured on it, of a GPU or described TPU shares of the
+    published ones; None for other devices, and unpublished rates."""
     if device.platform == "cpu":
         flops = peaks.peak(device, dtype).flops
         return Rates(flops, flops, peaks.rates_by_size(device), 0.0)
-    if device.device_kind not in peaks.PUBLISHED:
+    gpu = device.platform == "gpu"
+    if device.device_kind not in peaks.PUBLISHED or not (gpu or topologies.described_tpu(device)):
         return None
     flops, bandwidth, _ = peaks.peak(device, dtype)
     reached = ((1.0, bandwidth * REACHED_BANDWIDTH),)
-    return Rates(flops * REACHED_FLOPS, flops * CUDNN_FLOPS, reached, LAUNCH if device.platform == "gpu" else 0.0)
+    return Rates(flops * REACHED_FLOPS, flops * CUDNN_FLOPS, reached, LAUNCH if gpu else 0.0)
 
 
 def group(op_name: str) -> str:

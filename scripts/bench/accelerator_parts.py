@@ -13,6 +13,7 @@ import importlib.metadata
 import importlib.util
 import itertools
 import json
+import shutil
 import subprocess
 import sys
 import time
@@ -205,7 +206,8 @@ def resume(args: argparse.Namespace, deterministic: bool = False) -> dict[str, A
         deterministic=deterministic,
     )
     base = Path(args.folder).resolve() / ("resume_deterministic" if deterministic else "resume")
-    base.mkdir(parents=True, exist_ok=True)
+    shutil.rmtree(base, ignore_errors=True)  # of a part that was cut off
+    base.mkdir(parents=True)
     (base / "tiny_ppo.json").write_text(files.to_json(config), encoding="utf-8")
     words = [sys.executable, "-m", "rlhf_jax.train", "--config", str(base / "tiny_ppo.json"), "--run_dir", "run"]
     seconds, updates = {}, 0
@@ -244,8 +246,9 @@ def attention(args: argparse.Namespace) -> dict[str, Any]:
     model, rows, prompt, new = shape_of(args)[0], 4, 40, 8
     if not args.small:
         model, rows, prompt, new = models.pythia(args.shape), 16, 512, 53
-    result: dict[str, Any] = {"shape": "small" if args.small else args.shape, "rows": rows, "tokens": [prompt, new]}
-    result |= {"heads": model.config.num_attention_heads, "head size": model.config.head_dim, "measured": {}}
+    heads, size = model.config.num_attention_heads, model.config.head_dim
+    case = f"{'small' if args.small else args.shape}, {heads} heads of {size}, {rows} rows of {prompt} + {new} tokens"
+    result: dict[str, Any] = {"case": case, "measured": {}}
     if args.json is not None and args.json.exists():
         result = json.loads(args.json.read_text(encoding="utf-8"))
     params = model.init(jax.random.key(0), heads=("causal",))
@@ -255,7 +258,7 @@ def attention(args: argparse.Namespace) -> dict[str, Any]:
             try:
                 result["measured"][label] = timed_calls(function, *inputs)
             except jax.errors.JaxRuntimeError as error:  # out of memory, or refused by the compiler
-                result["measured"][label] = {"error": str(error)[:500]}
+                result["measured"][label] = {"error": str(error).splitlines()[0][:80]}
             write_json(args.json, result)
 
     # What needs less memory comes first: the peak of a process only rises.
@@ -263,8 +266,8 @@ def attention(args: argparse.Namespace) -> dict[str, Any]:
         batch = experience(model, rows, group, prompt, new)
         for remat, name in itertools.product(("dots", "none"), args.variants or implementations(model)):
             variant = dataclasses.replace(model, attn_implementation=name)
-            options = {"gradient_checkpointing": remat != "none", "gradient_checkpointing_policy": "dots"}
-            config = PPOConfig(dtype="bfloat16", response_length=new, **options)
+            recompute = {"gradient_checkpointing": remat != "none", "gradient_checkpointing_policy": "dots"}
+            config = PPOConfig(dtype="bfloat16", response_length=new, **recompute)
 
             def loss(params: Any, batch: Any, model: Any = variant, config: Any = config) -> Any:
                 return response_logprobs(Network(model, params), batch, config)[0].mean()
@@ -275,32 +278,32 @@ def attention(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def implementations(model: Any) -> list[str]:
-    """The implementations of attention that this device has for a model, in bfloat16; blocked is the last."""
+    """The implementations of attention that this device has for a model in bfloat16; blocked is the last."""
     import jax
 
     from rlhf_jax.models.attention_kernels import unsupported
     from rlhf_jax.models.options import ComputeOptions
 
-    config, platform = model.family.decoder_config(model.config), jax.devices()[0].platform
-    names = typing.get_args(typing.get_type_hints(ComputeOptions)["attn_implementation"])[::-1]
-    return [name for name in names if name != "auto" and unsupported(name, config, "bfloat16", platform) is None]
+    model = model.family.decoder_config(model.config), "bfloat16", jax.devices()[0].platform
+    names = typing.get_args(typing.get_type_hints(ComputeOptions)["attn_implementation"])
+    return [name for name in reversed(names) if name != "auto" and unsupported(name, *model) is None]
 
 
 def experience(model: Any, rows: int, group: int, prompt: int, new: int) -> Any:
     """A micro-batch of random tokens: `group` responses of `new` tokens to each prompt of up to `prompt`."""
-    import jax.numpy as jnp
+    import numpy as np
 
     from rlhf_jax.types import Experience
 
     prompts, mask = random_rows(model, rows // group, prompt)
     response = random_rows(model, rows, new)[0].reshape(-1, group, new)
-    keep, lengths = jnp.ones(response.shape, bool), jnp.full(response.shape[:2], new)
-    return Experience(jnp.asarray(prompts), jnp.asarray(mask.sum(1)), jnp.asarray(response), keep, keep, lengths, None)
+    keep = np.ones(response.shape, bool)
+    return Experience(prompts, mask.sum(1), response, keep, keep, keep.sum(2), None)
 
 
 def attention_alone(model: Any, batch: Any) -> tuple[Any, Any, Any]:
-    """One layer's attention of a micro-batch and its gradient, and random queries, keys and values of prompts or whole
-    rows, and of responses after them."""
+    """One layer's attention of a micro-batch and its gradient; random queries, keys and values of its rows, and of the
+    responses after shared prompts."""
     import jax
     import jax.numpy as jnp
 
@@ -311,16 +314,16 @@ def attention_alone(model: Any, batch: Any) -> tuple[Any, Any, Any]:
     config = model.family.decoder_config(model.config)
     context = Context(config, attn_implementation=model.attn_implementation)
     prompts, group, new = batch.response.shape
-    length = batch.prompt_tokens.shape[1] + (new if group == 1 else 0)
+    in_rows = new if group == 1 else 0
     # As in the layers of an update, rows begin at column 0.
-    mask = jnp.arange(length) < (batch.prompt_lengths + (new if group == 1 else 0))[:, None]
-    keep = jnp.ones((prompts * group, new), bool)
+    mask = jnp.arange(batch.prompt_tokens.shape[1] + in_rows) < (batch.prompt_lengths + in_rows)[:, None]
 
     def attend(rows: Any, responses: Any) -> Any:
         out = row_attention(context, *rows, mask, start_at_0=True)
-        if group == 1:
+        if in_rows:
             return out
         (q, k, v), (_, *prefix) = ([x.swapaxes(1, 2) for x in part] for part in (responses, rows))
+        keep = jnp.ones((prompts * group, new), bool)
         return out, causal_attention_after_prefix(q, k, v, keep, *prefix, mask, config.score_function)
 
     def both(*parts: Any) -> Any:
@@ -328,11 +331,11 @@ def attention_alone(model: Any, batch: Any) -> tuple[Any, Any, Any]:
         return out, pull(out)
 
     def normal(rows: int, length: int) -> list[Any]:
-        heads = [config.num_attention_heads, *[config.num_key_value_heads] * 2]
-        sizes = [(rows, length, n, config.head_dim) for n in heads]
-        return [jax.random.normal(jax.random.key(i), size, jnp.bfloat16) for i, size in enumerate(sizes)]
+        heads = (config.num_attention_heads, *[config.num_key_value_heads] * 2)
+        shapes = [(rows, length, n, config.head_dim) for n in heads]
+        return [jax.random.normal(jax.random.key(i), shape, jnp.bfloat16) for i, shape in enumerate(shapes)]
 
-    return both, normal(prompts, length), normal(prompts * group, new)
+    return both, normal(*mask.shape), normal(prompts * group, new)
 
 
 def timed_calls(function: Any, *args: Any) -> dict[str, Any]:
@@ -345,24 +348,18 @@ def timed_calls(function: Any, *args: Any) -> dict[str, Any]:
     def memory(name: str) -> int:
         return (jax.devices()[0].memory_stats() or {}).get(name, 0)
 
-    began = time.perf_counter()
-    traced = jax.jit(function).trace(*args)
-    traced_at = time.perf_counter()
-    lowered = traced.lower()
-    lowered_at = time.perf_counter()
-    compiled = lowered.compile()
-    compiled_at, sizes = time.perf_counter(), compiled.memory_analysis()
-    peak, used = memory("peak_bytes_in_use"), memory("bytes_in_use")
+    times, compiled = [time.perf_counter()], jax.jit(function)
+    for step in (lambda f: f.trace(*args), lambda traced: traced.lower(), lambda lowered: lowered.compile()):
+        compiled = step(compiled)
+        times.append(time.perf_counter())
+    peak, used, sizes = memory("peak_bytes_in_use"), memory("bytes_in_use"), compiled.memory_analysis()
     jax.block_until_ready(compiled(*args))
-    risen, measured = memory("peak_bytes_in_use"), None
-    if risen > peak:
-        measured = (risen - used) / 2**20
-    ms = 200 * peaks.fastest(lambda: [compiled(*args) for _ in range(5)])
+    risen = memory("peak_bytes_in_use")
     return {
-        "ms": ms,
-        "trace, lower, XLA s": [traced_at - began, lowered_at - traced_at, compiled_at - lowered_at],
+        "ms": 200 * peaks.fastest(lambda: [compiled(*args) for _ in range(5)]),
+        "trace, lower, XLA s": [after - before for before, after in itertools.pairwise(times)],
         "MiB": (sizes.temp_size_in_bytes + sizes.output_size_in_bytes - sizes.alias_size_in_bytes) / 2**20,
-        "measured MiB": measured,
+        "measured MiB": (risen - used) / 2**20 if risen > peak else None,
     }
 
 

@@ -84,26 +84,20 @@ def _machine(measured: Results) -> Iterator[str]:
 
 
 def _attention(measured: Results) -> Iterator[str]:
-    for result in (result for name, result in measured.items() if name.startswith("attention")):
-        size = f"{result['rows']} rows of {result['tokens'][0]} + {result['tokens'][1]} tokens"
-        yield f"| {result['shape']}, {result['heads']} heads of {result['head size']}, {size} | recomputes | " + (
-            "attention alone, forward and backward | policy's gradient | arrays as compiled, as measured "
-            "| compilation: trace, lower, XLA |"
-        )
+    for case, each in ((x["case"], x["measured"]) for name, x in measured.items() if name.startswith("attention")):
+        head = "recomputes | alone, forward and backward | policy's gradient | arrays as compiled, as measured"
+        yield f"| {case} | {head} | compilation: trace, lower, XLA |"
         yield "|" + "---|" * 6
-        for label, gradient in result["measured"].items():
+        for label, gradient in each.items():
             form, name, remat = label.split(", ")
             if remat == "alone":
                 continue
-            row = f"| {form}, `{name}` | {remat} |"
-            alone = result["measured"].get(f"{form}, {name}, alone", {})
-            row += f" {alone['ms']:.2f} ms |" if "ms" in alone else f" {alone.get('error', '–')[:80]} |"
-            if "error" in gradient:
-                yield f"{row} {gradient['error'].splitlines()[0][:80]} | – | – |"
-                continue
-            memory = f"{gradient['MiB']:,.0f}, {_number(gradient['measured MiB'], '{:,.0f}')} MiB"
-            seconds = ", ".join(f"{part:.1f}" for part in gradient["trace, lower, XLA s"])
-            yield f"{row} {gradient['ms']:.1f} ms | {memory} | {seconds} s |"
+            alone = each.get(f"{form}, {name}, alone", {})
+            cells = [f"{x['ms']:.2f} ms" if "ms" in x else x.get("error", "–") for x in (alone, gradient)]
+            if "ms" in gradient:
+                cells.append(f"{gradient['MiB']:,.0f}, {_number(gradient['measured MiB'], '{:,.0f}')} MiB")
+                cells.append(", ".join(f"{part:.1f}" for part in gradient["trace, lower, XLA s"]) + " s")
+            yield f"| {form}, `{name}` | {remat} | {' | '.join([*cells, '–', '–'][:4])} |"
         yield ""
 
 
