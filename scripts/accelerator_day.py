@@ -26,7 +26,7 @@ The parts, in order; a part that needs more time than is left is passed over:
     difference            |difference| of log-probabilities in bfloat16, between sampler and learner
     resume                a run that is killed continues with the same bytes
     ppo_1b_16, rloo_1b_32 as above, of 1b; each with _trl
-    decoding              rollouts of many lengths (scripts/bench/rollouts.py --workload nano_vllm)
+    decoding              rollouts of uneven lengths (scripts/bench/rollouts.py --workload nano_vllm)
     chat                  a chat model (--model) learns sums with RLOO
     numbers               logits, log-probabilities and gradients against torch on the CPU: float32 in its highest
                           precision, float32 as the device multiplies by default, bfloat16
@@ -123,7 +123,8 @@ def parts_of(args: argparse.Namespace) -> list[Part]:
 
     cases = [str(ROOT / "tests/parity/cases" / case) for case in (CASES[:1] if args.small else CASES)]
     highest = (("JAX_DEFAULT_MATMUL_PRECISION", "highest"), ("JAX_PLATFORMS", args.platform))
-    decoding = (str(scripts / "rollouts.py"), "--workload", "nano_vllm", "--json", f"{work}/decoding.json")
+    decoding = (str(scripts / "rollouts.py"), "--workload", "nano_vllm", "--systems", "ours", "--rounds", "1")
+    decoding += ("--short",) if args.small else ("--device", args.platform or "cuda", "--dtype", "bfloat16")
     chat = ("-m", "rlhf_jax.train", "--config", "quickstart_smollm2.py:rloo", "--run_dir", f"{work}/chat")
     chat += ("--rloo.sft_model_path", str(args.model), "--rloo.report_to", "none")
     chat += ("--rloo.total_episodes", "128", "--rloo.max_eval_samples", "16") if args.small else ()
@@ -141,7 +142,7 @@ def parts_of(args: argparse.Namespace) -> list[Part]:
         own("resume", 40),
         *benchmark_parts(args, "ppo", "1b", 16, 90),
         *benchmark_parts(args, "rloo", "1b", 32, 90),
-        Part("decoding", (*decoding, *(("--short",) if args.small else ())), 90),
+        Part("decoding", (*decoding, "--json", f"{work}/decoding.json"), 90),
         Part("chat", chat, 120, ("reasoning_gym",), "" if args.model else "give --model DIR"),
         own("numbers", 30, needs=("torch",)),
         own("greedy", 30),
@@ -242,7 +243,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--prompts", help="JSON Lines file with a 'prompt' field; default: built-in posts")
     parser.add_argument("--tokenizer", help="folder with tokenizer.json; with --prompts")
     parser.add_argument("--model", type=Path, metavar="DIR", help="checkpoint of a chat model, for the part chat")
-    parser.add_argument("--platform", default="", help="JAX_PLATFORMS of the replay; default: the accelerator")
+    parser.add_argument("--platform", default="", help="JAX's, of replay and decoding; default: the accelerator's")
     parser.add_argument("--small", action="store_true", help="toy sizes")
     args = parser.parse_args(argv)
     args.work = (args.work or args.out.with_suffix("")).resolve()

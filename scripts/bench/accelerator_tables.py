@@ -24,18 +24,16 @@ def markdown(parts: dict[str, Results]) -> str:
     Returns:
       Markdown.
     """
-    missing = [
-        f"{name} ({part['status']}: {part['why'].splitlines()[-1] if part.get('why') else 'unknown'})"
-        for name, part in parts.items()
-        if part["status"] != "done"
-    ]
-    lines = [*sections(parts).values(), *([f"Not complete: {'; '.join(missing)}."] if missing else [])]
-    return "\n\n".join(lines) + "\n"
+    texts = list(sections(parts).values())
+    missing = {name: part for name, part in parts.items() if part["status"] != "done"}
+    reasons = [f"{name} ({part['status']}: {part['why'].rpartition(chr(10))[2]})" for name, part in missing.items()]
+    return "\n\n".join([*texts, *([f"Not complete: {'; '.join(reasons)}."] if reasons else [])]) + "\n"
 
 
 def sections(parts: dict[str, Results]) -> dict[str, str]:
     """The text of each of `SECTIONS` that has one; of a part that was cut off what it measured."""
     measured = {name: part["result"] for name, part in parts.items() if part["status"] != "failed" and "result" in part}
+    measured |= {name: parts[name].get("text", "") for name in ("decoding",) if name in measured}  # its tables
     texts = {name: "\n".join(section(measured)).strip() for name, section in SECTIONS.items()}
     return {name: text for name, text in texts.items() if text}
 
@@ -140,8 +138,8 @@ def _beside_trl(measured: Results) -> Iterator[str]:
     for label, systems, rows in cases:
         peak = max(each.get("matmul_flops", 0) for each in systems.values())
         for title, field, form, unit in (
-            (label, "seconds", "{:.3f}", 1.0),
-            ("share of the peak", "flops_per_second", "{:.0%}", peak),
+            (label, "seconds", "{:.3f}", 1),
+            ("share of the peak", "flops_per_second", "{:.0f} %", peak / 100),
         ):
             values = [[rows.get((phase, system), {}).get(field) for system in systems] for phase in PHASES]
             cells = [", ".join(_number(x and x / unit, form) for x in pair) for pair in values]
@@ -212,7 +210,7 @@ SECTIONS: dict[str, Callable[[Results], Iterator[str]]] = {
     "beside_trl": _beside_trl,
     "predicted": _predicted,
     "numbers": _numbers,
-    "decoding": lambda measured: _leaves("decoding", measured),
+    "decoding": lambda measured: iter(measured.get("decoding", "").splitlines()),
     "chat": _chat,
 }
 """What writes the lines of each section."""

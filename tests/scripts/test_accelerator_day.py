@@ -96,7 +96,7 @@ def test_tables_have_trls_side_where_there_is_one_and_name_what_was_not_measured
     }
     lines = day.markdown(parts).splitlines()
     assert "| PPO 1b, 16 rows | 2.00, 2.00 | – | – | 1,000 MiB | – |" in lines
-    assert "| share of the peak | 25%, – | –, – | –, – | –, – |" in lines
+    assert "| share of the peak | 25 %, – | –, – | –, – | –, – |" in lines
     assert (
         lines[-1]
         == "Not complete: greedy (cut: the time was up); ppo_1b_16_trl (failed: error: trl runs out of memory)."
