@@ -4,16 +4,14 @@
         [--prompts FILE --tokenizer DIR] [--model DIR]
 
 Nothing is downloaded: weights are random, of the published shapes. The parts run one after another, each in a process
-of its own. After each part its result is in --out, and the tables are in the same name with .md and, with --write, in
-that page: at its lines `<!-- day SECTION -->`, in blocks of this day, so that rows of other days and all other text
-stay. A part whose packages are missing is skipped, and so is only TRL's side of a comparison without TRL.
+of its own. After each its result is in --out, and its tables in the same name with .md and, with --write, in that page:
+below the lines `<!-- day SECTION -->`, in blocks of this day; blocks of other days and all other text stay. A part
+whose packages are missing is skipped; packages can come from a folder of wheels (--wheels), which are installed into
+--work. Without TRL only TRL's side of a comparison is skipped.
 
 Run the command again to continue: complete parts are not repeated, what a part had measured when it was cut off
-counts, and parts that failed come last. --again NAME repeats a part. --minutes 0 only writes the tables. --out and
-its .md are all that the next machine needs; the folder beside --out (--work) has models and logs.
-
-Packages that are missing can come from a folder of wheels, without a network: --wheels DIR. They are installed into a
-folder of --work.
+counts, and parts that failed come last. --again NAME repeats a part; --minutes 0 only writes the tables. --out is all
+that another machine needs to continue; the folder --work beside it has models and logs.
 
 The parts, in order; a part that needs more time than is left is passed over:
 
@@ -42,7 +40,6 @@ The parts, in order; a part that needs more time than is left is passed over:
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import importlib.util
 import json
 import os
@@ -53,7 +50,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 sys.path.append(str(Path(__file__).resolve().parent / "bench"))
 
@@ -63,19 +60,14 @@ ROOT = Path(__file__).resolve().parents[1]
 CASES = ("ppo_small", "rloo_small", "lora_small", "ppo_options", "rloo_options")
 
 
-@dataclasses.dataclass(frozen=True)
-class Part:
+class Part(NamedTuple):
     """One measurement."""
 
     name: str
-    words: tuple[str, ...]
-    """Its command, after python."""
-    seconds: float = 20.0
-    """That it needs on an H100, roughly: with less time left it is not begun."""
-    needs: tuple[str, ...] = ()
-    """Packages."""
-    lacks: str = ""
-    """Why it cannot run."""
+    words: tuple[str, ...]  # its command, after python
+    seconds: float = 20.0  # that it needs on an H100, roughly: with less time left it is not begun
+    needs: tuple[str, ...] = ()  # packages
+    lacks: str = ""  # why it cannot run
     environment: tuple[tuple[str, str], ...] = ()
 
     @property
@@ -84,12 +76,10 @@ class Part:
         return Path(self.words[self.words.index("--json") + 1]) if "--json" in self.words else None
 
 
-def benchmark_parts(
-    args: argparse.Namespace, algo: str, shape: str, micro: int, seconds: float, *also: str, name: str = ""
-) -> list[Part]:
-    """Updates of ours, and of TRL unless `also` has options of ours."""
-    name = name or f"{algo}_{shape}_{micro}"
-    words = ["--algo", algo, "--pairs", "1", "--predict", *also]
+def updates(args: argparse.Namespace, algo: str, shape: str, micro: int, *also: str, name: str = "") -> list[Part]:
+    """Parts of the benchmark: updates of ours, and of TRL unless `also` has options of ours."""
+    name, script = name or f"{algo}_{shape}_{micro}", str(ROOT / "scripts/bench/benchmark.py")
+    words = [script, "--algo", algo, "--pairs", "1", "--predict", "--work", str(args.work / f"benchmark_{shape}")]
     if args.small:
         words += ["--shape", "1x32x2", "--batch", "4", "--query_length", "64", "--response_length", "8"]
         words += ["--epochs", "1", "--updates", "2", "--micro", "4", "--trl_micro", "4", "--cores", "1"]
@@ -99,16 +89,15 @@ def benchmark_parts(
     if args.prompts:
         words += ["--prompts", args.prompts, "--tokenizer", args.tokenizer]
     # Optimizer and params of 1b, for two models, are half of 80 GB.
-    environment = (("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92"),)
-    device = ("--device", "auto" if args.small else "cuda")  # TRL of a GPU's user on the CPU would take hours
+    memory, seconds = (("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92"),), 90 if shape == "1b" else 60
 
-    def part(name: str, *systems: str, needs: tuple[str, ...] = ()) -> Part:
-        places = ("--work", str(args.work / f"benchmark_{shape}"), "--json", str(args.work / f"{name}.json"))
-        script = str(ROOT / "scripts/bench/benchmark.py")
-        return Part(name, (script, *words, *places, "--systems", *systems), seconds, needs, environment=environment)
+    def part(name: str, *more: str, needs: tuple[str, ...] = ()) -> Part:
+        words_of_part = (*words, "--json", str(args.work / f"{name}.json"), *more)
+        return Part(name, words_of_part, seconds, needs, environment=memory)
 
-    trl = [] if also else [part(f"{name}_trl", "trl", *device, needs=("trl",))]
-    return [part(name, "ours"), *trl]
+    # On the CPU of a GPU's machine TRL would take hours.
+    trl = ("--systems", "trl", "--device", "auto" if args.small else "cuda")
+    return [part(name, "--systems", "ours", *also), *([] if also else [part(f"{name}_trl", *trl, needs=("trl",))])]
 
 
 def parts_of(args: argparse.Namespace) -> list[Part]:
@@ -132,24 +121,23 @@ def parts_of(args: argparse.Namespace) -> list[Part]:
         own("environment", 10),
         own("attention_410m", 30, "--shape", "410m", part="attention"),
         own("attention_1b", 30, "--shape", "1b", part="attention"),
-        *(
-            part
-            for micro in (32, 16)
-            for algo in ("ppo", "rloo")
-            for part in benchmark_parts(args, algo, "410m", micro, 60)
-        ),
+        *updates(args, "ppo", "410m", 32),
+        *updates(args, "rloo", "410m", 32),
+        *updates(args, "ppo", "410m", 16),
+        *updates(args, "rloo", "410m", 16),
         own("difference", 40),
         own("resume", 40),
-        *benchmark_parts(args, "ppo", "1b", 16, 90),
-        *benchmark_parts(args, "rloo", "1b", 32, 90),
+        *updates(args, "ppo", "1b", 16),
+        *updates(args, "rloo", "1b", 32),
         Part("decoding", (*decoding, "--json", f"{work}/decoding.json"), 90),
         Part("chat", chat, 120, ("reasoning_gym",), "" if args.model else "give --model DIR"),
         own("numbers", 30, needs=("torch",)),
         own("greedy", 30),
         Part("replay", ("-m", "tests.parity.replay", *cases), 60, environment=highest),
         own("resume_deterministic", 40),
-        *benchmark_parts(args, "ppo", "410m", 16, 60, "--deterministic", name="deterministic"),
-        *(part for micro in (8, 64) for part in benchmark_parts(args, "ppo", "410m", micro, 60)),
+        *updates(args, "ppo", "410m", 16, "--deterministic", name="deterministic"),
+        *updates(args, "ppo", "410m", 8),
+        *updates(args, "ppo", "410m", 64),
     ]
 
 
@@ -223,13 +211,6 @@ def run_part(part: Part, args: argparse.Namespace, limit: float, before: dict[st
     return {**outcome, "text": "\n".join(verdicts(text)) or text}
 
 
-def summary(name: str, outcome: dict[str, Any]) -> str:
-    """What the terminal shows of a part."""
-    if outcome["status"] != "done":
-        return f"{name}: {outcome['status']}: {outcome['why']}"
-    return f"{name} ({outcome['seconds']} s)\n{outcome['text'].rstrip()}"
-
-
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -294,9 +275,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if left < parts[name].seconds:
             passed.append(name)
             continue
-        results[name] = run_part(parts[name], args, left, before)
+        results[name] = outcome = run_part(parts[name], args, left, before)
         write(day, args)
-        print(summary(name, results[name]), flush=True)
+        print(f"{name} ({outcome['status']})\n{outcome.get('text', outcome.get('why', '')).rstrip()}", flush=True)
         if args.write is not None:
             print(f"to commit: git commit -m 'Measured: {name}' {args.write}", flush=True)
         print(flush=True)

@@ -117,7 +117,7 @@ def numbers(args: argparse.Namespace) -> dict[str, Any]:
         return out, logprobs, grads
 
     real_mask = real.numpy()
-    result: dict[str, Any] = {"shape": f"{rows} rows of {length} tokens", "params": count(params)}
+    result: dict[str, Any] = {"shape": f"{rows} rows of {length} tokens"}
     for label, dtype, precision in (
         ("float32, highest", jnp.float32, "highest"),
         ("float32, default", jnp.float32, None),
@@ -138,13 +138,6 @@ def first_mlp_kernel(grads: Any) -> Any:
     leaves = jax.tree_util.tree_leaves_with_path(grads)
     (kernel,) = [x for path, x in leaves if "dense_h_to_4h" in str(path) and "kernel" in str(path)]
     return kernel[0]
-
-
-def count(params: Any) -> int:
-    """Numbers in a tree."""
-    import jax
-
-    return sum(x.size for x in jax.tree.leaves(params))
 
 
 def greedy(args: argparse.Namespace) -> dict[str, Any]:

@@ -16,14 +16,7 @@ Results = dict[str, Any]
 
 
 def markdown(parts: dict[str, Results]) -> str:
-    """All sections that have something to say, in the order of the page; names the parts that are not complete.
-
-    Args:
-      parts: what the script writes of each.
-
-    Returns:
-      Markdown.
-    """
+    """All sections, and the parts that are not complete; `parts` are what the script writes of each."""
     texts = list(sections(parts).values())
     missing = {name: part for name, part in parts.items() if part["status"] != "done"}
     reasons = [f"{name} ({part['status']}: {part['why'].rpartition(chr(10))[2]})" for name, part in missing.items()]
@@ -44,13 +37,8 @@ def place(section: str) -> str:
 
 
 def filled(page: str, parts: dict[str, Results], began: str) -> str:
-    """A page with the sections of a day.
-
-    Args:
-      page: has the line `place` of each section.
-      parts: as in `markdown`.
-      began: minute of the day's beginning, YYYY-MM-DD HH:MM; only blocks of this day are replaced.
-    """
+    """A page, which has the line `place` of each section, with the sections of the day that began then (YYYY-MM-DD
+    HH:MM) in place of those that it had of this day."""
     kind = parts.get("environment", {}).get("result", {}).get("kind", "this device")
     date = datetime.datetime.strptime(began, "%Y-%m-%d %H:%M")
     for name, text in sections(parts).items():

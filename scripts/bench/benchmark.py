@@ -20,11 +20,11 @@ tokens can differ from the sampled ones, and truncates a response at a sampled e
 update after its other phases, including logging and data.
 
 On a GPU (`accelerate launch --mixed_precision`) both keep float32 weights and use tf32. TRL's PPO samples and evaluates
-values outside of mixed precision; its frozen models are loaded in bfloat16. The GPU commands have not been run.
+values outside of mixed precision; its frozen models are loaded in bfloat16.
 
---profile DIR writes a trace of one
-of our updates for TensorBoard or Perfetto. --baseline FILE stores the ratios, with bounds at 60 % of the lowest; with
---check the ratios are compared with the bounds stored there (exit code 1 if one is lower).
+--profile DIR writes a trace of one of our updates for TensorBoard or Perfetto. --baseline FILE stores the ratios, with
+bounds at 60 % of the lowest; with --check the ratios are compared with the bounds stored there (exit code 1 if one is
+lower).
 """
 
 from __future__ import annotations
