@@ -26,7 +26,9 @@ def markdown(parts: dict[str, Results]) -> str:
 def sections(parts: dict[str, Results]) -> dict[str, str]:
     """The text of each of `SECTIONS` that has one; of a part that was cut off what it measured."""
     measured = {name: part["result"] for name, part in parts.items() if part["status"] != "failed" and "result" in part}
-    measured |= {name: parts[name].get("text", "") for name in ("decoding",) if name in measured}  # its tables
+    for name in ("difference", "decoding"):
+        if "|---" in (text := parts.get(name, {}).get("text", "")):  # its own tables
+            measured[name] = text
     texts = {name: "\n".join(section(measured)).strip() for name, section in SECTIONS.items()}
     return {name: text for name, text in texts.items() if text}
 
@@ -152,7 +154,7 @@ def _predicted(measured: Results) -> Iterator[str]:
 
 
 def _numbers(measured: Results) -> Iterator[str]:
-    yield from _leaves("difference", measured)
+    yield from _as_printed("difference", measured)
     if "numbers" in measured:
         result = measured["numbers"]
         yield f"| {result['shape']}, relative to torch in float32 on the CPU | {' | '.join(KINDS)} |"
@@ -173,23 +175,26 @@ def _numbers(measured: Results) -> Iterator[str]:
         yield f"- Recorded runs, float32 in its highest precision: {'; '.join(verdicts(measured['replay']))}."
 
 
-def _leaves(name: str, measured: Results) -> Iterator[str]:
-    """A table of all numbers of a part, with their keys."""
+def _as_printed(name: str, measured: Results) -> Iterator[str]:
+    """The tables that a part printed, or all numbers of its result with their keys."""
 
     def rows(keys: tuple[str, ...], value: Any) -> Iterator[str]:
-        if isinstance(value, dict | list):
-            for key, each in value.items() if isinstance(value, dict) else enumerate(value):
-                yield from rows((*keys, str(key)), each)
+        if isinstance(value, dict):
+            for key, each in value.items():
+                yield from rows((*keys, key), each)
         elif isinstance(value, int | float):
             yield f"| {', '.join(keys)} | {value:.6g} |"
 
-    if name in measured:
-        yield from (f"| {name} | |", "|---|---|", *rows((), measured[name]), "")
+    result = measured.get(name, {})
+    if result:
+        yield from (
+            (*result.splitlines(), "") if isinstance(result, str) else ("| | |", "|---|---|", *rows((), result), "")
+        )
 
 
 def _chat(measured: Results) -> Iterator[str]:
-    if "chat" in measured:
-        yield from ("```", *measured["chat"].splitlines()[-12:], "```")
+    if comparison := re.search(r"\d+ held-out prompts.*? in score.*?\n", measured.get("chat", ""), re.DOTALL):
+        yield from ("```", *comparison[0].splitlines(), "```")
 
 
 SECTIONS: dict[str, Callable[[Results], Iterator[str]]] = {
@@ -198,7 +203,7 @@ SECTIONS: dict[str, Callable[[Results], Iterator[str]]] = {
     "beside_trl": _beside_trl,
     "predicted": _predicted,
     "numbers": _numbers,
-    "decoding": lambda measured: iter(measured.get("decoding", "").splitlines()),
+    "decoding": lambda measured: _as_printed("decoding", measured),
     "chat": _chat,
 }
 """What writes the lines of each section."""
