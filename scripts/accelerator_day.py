@@ -277,7 +277,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             continue
         results[name] = outcome = run_part(parts[name], args, left, before)
         write(day, args)
-        print(f"{name} ({outcome['status']})\n{outcome.get('text', outcome.get('why', '')).rstrip()}", flush=True)
+        print(f"{name}: {outcome['status']}, {outcome.get('seconds', 0)} s", flush=True)
+        print(outcome.get("text", outcome.get("why", "")).rstrip(), flush=True)
         if args.write is not None:
             print(f"to commit: git commit -m 'Measured: {name}' {args.write}", flush=True)
         print(flush=True)

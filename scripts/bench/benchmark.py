@@ -95,7 +95,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--prompts", default="synthetic", help="JSON Lines file with a 'prompt' field, or 'synthetic'")
     parser.add_argument("--tokenizer", default="synthetic", help="folder with tokenizer.json, or 'synthetic'")
     parser.add_argument("--systems", default="ours,trl", help="comma-separated: ours, trl")
-    text = "auto: a GPU where there is one; cuda: for TRL a GPU that torch sees, or none is measured"
+    text = "auto: a GPU where there is one; cuda: a GPU, or an error where torch sees none for TRL"
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help=text)
     parser.add_argument("--cores", type=int, default=available_cores(), help="cores per process")
     parser.add_argument("--profile", metavar="DIR", help="write a trace of one of our updates")
@@ -354,12 +354,11 @@ def measure(system: str, case: Case, work: Path, pair: int, micro: int) -> dict[
 
 def benchmark(args: argparse.Namespace, systems: list[str], work: Path) -> int:
     """Runs the benchmark: 0, or 1 if a ratio is below its bound."""
-    device, cuda = args.device, "trl" in systems and args.device != "cpu" and has_cuda()
-    if device == "cuda" and "trl" in systems and not cuda:
-        raise UserError("--device cuda: torch sees no GPU")
-    if cuda:
-        device = "cuda"
-    elif device == "auto":
+    cuda = "trl" in systems and args.device != "cpu" and has_cuda()
+    if args.device == "cuda" and "trl" in systems and not cuda:
+        raise UserError("--device cuda: torch sees no GPU; install torch for CUDA, or measure with --systems ours")
+    device = "cuda" if cuda else args.device
+    if device == "auto":
         device = "cpu" if "trl" in systems else "default"
     profile = str(Path(args.profile).resolve()) if args.profile else None
     same = {field: getattr(args, field) for field in Case.__dataclass_fields__ if field in vars(args)}
