@@ -21,7 +21,7 @@ The parts, in order; a part that needs more time than is left is passed over:
     ppo_410m_32, rloo_410m_32, ppo_410m_16, rloo_410m_16
                           updates with micro-batches of 32 and 16 rows in bfloat16 (scripts/bench/benchmark.py), with
                           memory and seconds as compiled and predicted; after each, the same with _trl: TRL's
-    difference            |difference| of log-probabilities in bfloat16, between sampler and learner
+    difference            |difference| of log-probabilities in bfloat16, between sampler and learner (Pythia-160m)
     resume                a run that is killed continues with the same bytes
     ppo_1b_16, rloo_1b_32 as above, of 1b; each with _trl
     decoding              rollouts of uneven lengths (scripts/bench/rollouts.py --workload nano_vllm)
@@ -41,6 +41,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import itertools
 import json
 import os
 import shutil
@@ -112,6 +113,9 @@ def parts_of(args: argparse.Namespace) -> list[Part]:
 
     cases = [str(ROOT / "tests/parity/cases" / case) for case in (CASES[:1] if args.small else CASES)]
     highest = (("JAX_DEFAULT_MATMUL_PRECISION", "highest"), ("JAX_PLATFORMS", args.platform))
+    sizes = ("2x64x4", "4", "16", "8") if args.small else ("pythia-160m", "16", "512", "53")
+    options = zip(("--model", "--rows", "--prompt", "--response"), sizes, strict=True)
+    difference = (str(scripts / "difference.py"), *itertools.chain(*options))
     decoding = (str(scripts / "rollouts.py"), "--workload", "nano_vllm", "--systems", "ours", "--rounds", "1")
     decoding += ("--short",) if args.small else ("--device", args.platform or "cuda", "--dtype", "bfloat16")
     chat = ("-m", "rlhf_jax.train", "--config", "quickstart_smollm2.py:rloo", "--run_dir", f"{work}/chat")
@@ -125,7 +129,7 @@ def parts_of(args: argparse.Namespace) -> list[Part]:
         *updates(args, "rloo", "410m", 32),
         *updates(args, "ppo", "410m", 16),
         *updates(args, "rloo", "410m", 16),
-        own("difference", 40),
+        Part("difference", (*difference, "--json", f"{work}/difference.json"), 90),
         own("resume", 40),
         *updates(args, "ppo", "1b", 16),
         *updates(args, "rloo", "1b", 32),
