@@ -11,6 +11,8 @@ KINDS = ("float32, highest", "float32, default", "bfloat16")
 PHASES = {"generate": "generate", "reward": "score", "experience": "experience", "update": "update"}
 """Phases of an update, and the programs of a dry run."""
 HEAD = "| | generate | reward | log-probabilities and values | update"
+PRINTED = ("difference", "decoding")
+"""Parts whose output has their tables."""
 
 Results = dict[str, Any]
 
@@ -26,9 +28,7 @@ def markdown(parts: dict[str, Results]) -> str:
 def sections(parts: dict[str, Results]) -> dict[str, str]:
     """The text of each of `SECTIONS` that has one; of a part that was cut off what it measured."""
     measured = {name: part["result"] for name, part in parts.items() if part["status"] != "failed" and "result" in part}
-    for name in ("difference", "decoding"):
-        if "|---" in (text := parts.get(name, {}).get("text", "")):  # its own tables
-            measured[name] = text
+    measured |= {name: parts[name].get("text", "") for name in PRINTED if name in measured}
     texts = {name: "\n".join(section(measured)).strip() for name, section in SECTIONS.items()}
     return {name: text for name, text in texts.items() if text}
 
@@ -154,7 +154,7 @@ def _predicted(measured: Results) -> Iterator[str]:
 
 
 def _numbers(measured: Results) -> Iterator[str]:
-    yield from _as_printed("difference", measured)
+    yield from (*measured.get("difference", "").splitlines(), "")
     if "numbers" in measured:
         result = measured["numbers"]
         yield f"| {result['shape']}, relative to torch in float32 on the CPU | {' | '.join(KINDS)} |"
@@ -175,23 +175,6 @@ def _numbers(measured: Results) -> Iterator[str]:
         yield f"- Recorded runs, float32 in its highest precision: {'; '.join(verdicts(measured['replay']))}."
 
 
-def _as_printed(name: str, measured: Results) -> Iterator[str]:
-    """The tables that a part printed, or all numbers of its result with their keys."""
-
-    def rows(keys: tuple[str, ...], value: Any) -> Iterator[str]:
-        if isinstance(value, dict):
-            for key, each in value.items():
-                yield from rows((*keys, key), each)
-        elif isinstance(value, int | float):
-            yield f"| {', '.join(keys)} | {value:.6g} |"
-
-    result = measured.get(name, {})
-    if result:
-        yield from (
-            (*result.splitlines(), "") if isinstance(result, str) else ("| | |", "|---|---|", *rows((), result), "")
-        )
-
-
 def _chat(measured: Results) -> Iterator[str]:
     if comparison := re.search(r"\d+ held-out prompts.*? in score.*?\n", measured.get("chat", ""), re.DOTALL):
         yield from ("```", *comparison[0].splitlines(), "```")
@@ -203,7 +186,7 @@ SECTIONS: dict[str, Callable[[Results], Iterator[str]]] = {
     "beside_trl": _beside_trl,
     "predicted": _predicted,
     "numbers": _numbers,
-    "decoding": lambda measured: _as_printed("decoding", measured),
+    "decoding": lambda measured: iter(measured.get("decoding", "").splitlines()),
     "chat": _chat,
 }
 """What writes the lines of each section."""
