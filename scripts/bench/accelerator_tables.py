@@ -139,7 +139,7 @@ def _beside_trl(measured: Results) -> Iterator[str]:
 def _predicted(measured: Results) -> Iterator[str]:
     cases = [case for case in _cases(measured) if "predicted" in case[1]["ours"]]
     if cases:
-        yield f"{HEAD} | all | peak memory, MiB | load, first update, of it compiling |"
+        yield f"{HEAD} | all | peak MiB as compiled, measured | load, first update, of it compiling |"
         yield "|" + "---|" * 8
     for label, systems, rows in cases:
         ours, programs = systems["ours"], systems["ours"]["predicted"]
