@@ -102,7 +102,7 @@ def communication_lines(programs: list[Program], mesh: Any, config: StageConfig)
 
 def time_lines(programs: list[Program], mesh: Any, config: StageConfig) -> list[str]:
     """The predicted seconds of each program and of an update, their parts, and what to change next; none for this
-    machine's own GPUs and TPUs, and for several devices of one CPU, which share its cores."""
+    machine's own TPUs, for several devices of one CPU, which share its cores, and without published rates."""
     device = mesh.devices.flat[0]
     if mesh.size > 1 and device.platform == "cpu" or (rates := roofline.rates(device, config.dtype)) is None:
         return []

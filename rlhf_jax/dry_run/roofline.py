@@ -70,12 +70,12 @@ class Predicted(NamedTuple):
 
 
 def rates(device: Any, dtype: str) -> Rates | None:
-    """The rates that a device is predicted with: of a CPU those measured on it, of a described GPU or TPU shares of the
+    """The rates that a device is predicted with: of a CPU those measured on it, of a GPU or described TPU shares of the
     published ones; None for other devices, and unpublished rates."""
     if device.platform == "cpu":
         flops = peaks.peak(device, dtype).flops
         return Rates(flops, flops, peaks.rates_by_size(device), 0.0)
-    gpu = topologies.described_gpu(device) is not None
+    gpu = device.platform == "gpu"
     if device.device_kind not in peaks.PUBLISHED or not (gpu or topologies.described_tpu(device)):
         return None
     flops, bandwidth, _ = peaks.peak(device, dtype)

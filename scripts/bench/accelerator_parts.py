@@ -13,9 +13,11 @@ import importlib.metadata
 import importlib.util
 import itertools
 import json
+import shutil
 import subprocess
 import sys
 import time
+import typing
 from pathlib import Path
 from typing import Any
 
@@ -115,7 +117,7 @@ def numbers(args: argparse.Namespace) -> dict[str, Any]:
         return out, logprobs, grads
 
     real_mask = real.numpy()
-    result: dict[str, Any] = {"shape": f"{rows} rows of {length} tokens", "params": count(params)}
+    result: dict[str, Any] = {"shape": f"{rows} rows of {length} tokens"}
     for label, dtype, precision in (
         ("float32, highest", jnp.float32, "highest"),
         ("float32, default", jnp.float32, None),
@@ -136,13 +138,6 @@ def first_mlp_kernel(grads: Any) -> Any:
     leaves = jax.tree_util.tree_leaves_with_path(grads)
     (kernel,) = [x for path, x in leaves if "dense_h_to_4h" in str(path) and "kernel" in str(path)]
     return kernel[0]
-
-
-def count(params: Any) -> int:
-    """Numbers in a tree."""
-    import jax
-
-    return sum(x.size for x in jax.tree.leaves(params))
 
 
 def greedy(args: argparse.Namespace) -> dict[str, Any]:
@@ -204,7 +199,8 @@ def resume(args: argparse.Namespace, deterministic: bool = False) -> dict[str, A
         deterministic=deterministic,
     )
     base = Path(args.folder).resolve() / ("resume_deterministic" if deterministic else "resume")
-    base.mkdir(parents=True, exist_ok=True)
+    shutil.rmtree(base, ignore_errors=True)  # of a part that was cut off
+    base.mkdir(parents=True)
     (base / "tiny_ppo.json").write_text(files.to_json(config), encoding="utf-8")
     words = [sys.executable, "-m", "rlhf_jax.train", "--config", str(base / "tiny_ppo.json"), "--run_dir", "run"]
     seconds, updates = {}, 0
@@ -228,66 +224,144 @@ def resume(args: argparse.Namespace, deterministic: bool = False) -> dict[str, A
 
 
 def attention(args: argparse.Namespace) -> dict[str, Any]:
-    """Milliseconds of a policy's gradient for one micro-batch, and of attention alone, by variant of attention and by
-    what the backward pass recomputes."""
+    """Each implementation of attention in one layer alone and in the policy's gradient of one micro-batch, for whole
+    rows (PPO) and after shared prompts (RLOO, k = 4), by what the backward pass recomputes.
+
+    Writes --json after each measurement, and measures nothing again that it has.
+    """
     import jax
-    import jax.numpy as jnp
 
     from rlhf_jax import models
-    from rlhf_jax.algorithms.response_logprobs import logprobs_from_hidden
-    from rlhf_jax.models.attention_kernels import PLATFORMS, row_attention
-    from rlhf_jax.models.decoder_context import Context
+    from rlhf_jax.algorithms.networks import Network
+    from rlhf_jax.algorithms.response_logprobs import response_logprobs
+    from rlhf_jax.config import PPOConfig
 
-    model, rows, length, new = shape_of(args)[0], 2, 40, 8
+    model, rows, prompt, new = shape_of(args)[0], 4, 40, 8
     if not args.small:
-        model, rows, length, new = models.pythia(args.shape), 16, 565, 53
-    tokens, mask = random_rows(model, rows, length)
+        model, rows, prompt, new = models.pythia(args.shape), 16, 512, 53
     heads, size = model.config.num_attention_heads, model.config.head_dim
+    case = f"{'small' if args.small else args.shape}, {heads} heads of {size}, {rows} rows of {prompt} + {new} tokens"
+    result: dict[str, Any] = {"case": case, "measured": {}}
+    if args.json is not None and args.json.exists():
+        result = json.loads(args.json.read_text(encoding="utf-8"))
     params = model.init(jax.random.key(0), heads=("causal",))
-    qkv = [jax.random.normal(jax.random.key(i), (rows, length, heads, size), jnp.bfloat16) for i in range(4)]
-    result: dict[str, Any] = {"rows": rows, "tokens": length, "heads": heads, "head size": size}
-    kernels = [name for name, platform in PLATFORMS.items() if platform == jax.devices()[0].platform]
-    for name, remat in itertools.product(args.variants or ("blocked", *kernels), args.remat):
-        variant = dataclasses.replace(model, attn_implementation=name)
-        context = Context(variant.family.decoder_config(variant.config), attn_implementation=name)
 
-        def loss(params: Any, model: Any = variant, remat: str = remat) -> Any:
-            options = {"dtype": jnp.dtype("bfloat16"), "remat": remat}
-            hidden = model.hidden(params, tokens, mask, last=new + 1, **options)[:, :-1]
-            return logprobs_from_hidden(model, params, hidden, tokens[:, -new:], 0.7)[0].mean()
+    def measure(label: str, function: Any, *inputs: Any) -> None:
+        if label not in result["measured"]:
+            try:
+                result["measured"][label] = timed_calls(function, *inputs)
+            except jax.errors.JaxRuntimeError as error:  # out of memory, or refused by the compiler
+                result["measured"][label] = {"error": str(error).splitlines()[0][:80]}
+            write_json(args.json, result)
 
-        def alone(q: Any, k: Any, v: Any, d: Any, context: Any = context) -> Any:
-            out, pull = jax.vjp(lambda q, k, v: row_attention(context, q, k, v, jnp.asarray(mask)), q, k, v)
-            return out, pull(d)
+    # What needs less memory comes first: the peak of a process only rises.
+    for group, form in ((4, "shared prompts"), (1, "whole rows")):
+        batch = experience(model, rows, group, prompt, new)
+        for remat, name in itertools.product(("dots", "none"), args.variants or implementations(model)):
+            variant = dataclasses.replace(model, attn_implementation=name)
+            recompute = {"gradient_checkpointing": remat != "none", "gradient_checkpointing_policy": "dots"}
+            config = PPOConfig(dtype="bfloat16", response_length=new, **recompute)
 
-        gradient = jax.jit(jax.value_and_grad(loss))
-        label = name if remat == "none" else f"{name}, {remat}"
-        try:
-            result[label] = {"attention and its gradient": timed_calls(jax.jit(alone), *qkv)}
-            result[label]["policy's gradient"] = timed_calls(gradient, params)
-        except Exception as error:  # a variant that this device does not have
-            result[label] = {"error": str(error)[:500]}
-        if label == "blocked":
-            with jax.profiler.trace(str(Path(args.folder) / "trace")):
-                jax.block_until_ready(gradient(params))
+            def loss(params: Any, batch: Any, model: Any = variant, config: Any = config) -> Any:
+                return response_logprobs(Network(model, params), batch, config)[0].mean()
+
+            measure(f"{form}, {name}, alone", *attention_alone(variant, batch))
+            measure(f"{form}, {name}, {remat}", jax.value_and_grad(loss), params, batch)
     return result
 
 
-def timed_calls(function: Any, *args: Any) -> dict[str, float]:
-    """Seconds of the first call, and milliseconds of one of ten calls in a row, the better of three."""
+def implementations(model: Any) -> list[str]:
+    """The implementations of attention that this device has for a model in bfloat16; blocked is the last."""
     import jax
 
-    began = time.perf_counter()
-    jax.block_until_ready(function(*args))
-    first, best = time.perf_counter() - began, float("inf")
-    for _ in range(3):
-        began = time.perf_counter()
-        for _ in range(10):
-            out = function(*args)
-        jax.block_until_ready(out)
-        best = min(best, (time.perf_counter() - began) / 10)
-    temporary = function.lower(*args).compile().memory_analysis().temp_size_in_bytes
-    return {"first s": round(first, 2), "ms": round(1e3 * best, 3), "temporary MiB": temporary / 2**20}
+    from rlhf_jax.models.attention_kernels import unsupported
+    from rlhf_jax.models.options import ComputeOptions
+
+    model = model.family.decoder_config(model.config), "bfloat16", jax.devices()[0].platform
+    names = typing.get_args(typing.get_type_hints(ComputeOptions)["attn_implementation"])
+    return [name for name in reversed(names) if name != "auto" and unsupported(name, *model) is None]
+
+
+def experience(model: Any, rows: int, group: int, prompt: int, new: int) -> Any:
+    """A micro-batch of random tokens: `group` responses of `new` tokens to each prompt of up to `prompt`."""
+    import numpy as np
+
+    from rlhf_jax.types import Experience
+
+    prompts, mask = random_rows(model, rows // group, prompt)
+    response = random_rows(model, rows, new)[0].reshape(-1, group, new)
+    keep = np.ones(response.shape, bool)
+    return Experience(prompts, mask.sum(1), response, keep, keep, keep.sum(2), None)
+
+
+def attention_alone(model: Any, batch: Any) -> tuple[Any, Any, Any]:
+    """One layer's attention of a micro-batch and its gradient; random queries, keys and values of its rows, and of the
+    responses after shared prompts."""
+    import jax
+    import jax.numpy as jnp
+
+    from rlhf_jax.models.attention import causal_attention_after_prefix
+    from rlhf_jax.models.attention_kernels import row_attention
+    from rlhf_jax.models.decoder_context import Context
+
+    config = model.family.decoder_config(model.config)
+    context = Context(config, attn_implementation=model.attn_implementation)
+    prompts, group, new = batch.response.shape
+    in_rows = new if group == 1 else 0
+    # As in the layers of an update, rows begin at column 0.
+    mask = jnp.arange(batch.prompt_tokens.shape[1] + in_rows) < (batch.prompt_lengths + in_rows)[:, None]
+
+    def attend(rows: Any, responses: Any) -> Any:
+        out = row_attention(context, *rows, mask, start_at_0=True)
+        if in_rows:
+            return out
+        (q, k, v), (_, *prefix) = ([x.swapaxes(1, 2) for x in part] for part in (responses, rows))
+        keep = jnp.ones((prompts * group, new), bool)
+        return out, causal_attention_after_prefix(q, k, v, keep, *prefix, mask, config.score_function)
+
+    def both(*parts: Any) -> Any:
+        out, pull = jax.vjp(attend, *parts)
+        return out, pull(out)
+
+    def normal(rows: int, length: int) -> list[Any]:
+        heads = (config.num_attention_heads, *[config.num_key_value_heads] * 2)
+        shapes = [(rows, length, n, config.head_dim) for n in heads]
+        return [jax.random.normal(jax.random.key(i), shape, jnp.bfloat16) for i, shape in enumerate(shapes)]
+
+    return both, normal(*mask.shape), normal(prompts * group, new)
+
+
+def timed_calls(function: Any, *args: Any) -> dict[str, Any]:
+    """Milliseconds of a call (of five in a row, the best of three), seconds of compilation, and MiB beside the
+    arguments: as compiled, and as measured if the peak of the process rose."""
+    import jax
+
+    from rlhf_jax.parallel import peaks
+
+    def memory(name: str) -> int:
+        return (jax.devices()[0].memory_stats() or {}).get(name, 0)
+
+    times, compiled = [time.perf_counter()], jax.jit(function)
+    for step in (lambda f: f.trace(*args), lambda traced: traced.lower(), lambda lowered: lowered.compile()):
+        compiled = step(compiled)
+        times.append(time.perf_counter())
+    peak, used, sizes = memory("peak_bytes_in_use"), memory("bytes_in_use"), compiled.memory_analysis()
+    jax.block_until_ready(compiled(*args))
+    risen = memory("peak_bytes_in_use")
+    return {
+        "ms": 200 * peaks.fastest(lambda: [compiled(*args) for _ in range(5)]),
+        "trace, lower, XLA s": [after - before for before, after in itertools.pairwise(times)],
+        "MiB": (sizes.temp_size_in_bytes + sizes.output_size_in_bytes - sizes.alias_size_in_bytes) / 2**20,
+        "measured MiB": (risen - used) / 2**20 if risen > peak else None,
+    }
+
+
+def write_json(path: Path | None, result: Any) -> None:
+    """Writes a result whole, if there is a path."""
+    from rlhf_jax.runtime.run_folder import write_atomically
+
+    if path is not None:
+        write_atomically(str(path), json.dumps(result, indent=1))
 
 
 PARTS = {
@@ -308,16 +382,14 @@ def main() -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the result to this file")
     parser.add_argument("--small", action="store_true")
     parser.add_argument("--shape", default="410m", help="of attention: a Pythia size")
-    parser.add_argument("--variants", nargs="+", help="of attention: blocked, cudnn, ...; default: all")
-    parser.add_argument("--remat", nargs="+", default=["none"], help="of attention: none, dots, full")
+    parser.add_argument("--variants", nargs="+", help="of attention: blocked, cudnn, ...; default: all of the device")
     args = parser.parse_args()
     from rlhf_jax.parallel import xla_flags
 
     xla_flags.add_those_of_run()
-    text = json.dumps(PARTS[args.name](args), indent=1)
-    print(text, flush=True)
-    if args.json is not None:
-        args.json.write_text(text, encoding="utf-8")
+    result = PARTS[args.name](args)
+    print(json.dumps(result, indent=1), flush=True)
+    write_json(args.json, result)
 
 
 if __name__ == "__main__":

@@ -20,11 +20,11 @@ tokens can differ from the sampled ones, and truncates a response at a sampled e
 update after its other phases, including logging and data.
 
 On a GPU (`accelerate launch --mixed_precision`) both keep float32 weights and use tf32. TRL's PPO samples and evaluates
-values outside of mixed precision; its frozen models are loaded in bfloat16. The GPU commands have not been run.
+values outside of mixed precision; its frozen models are loaded in bfloat16.
 
---profile DIR writes a trace of one
-of our updates for TensorBoard or Perfetto. --baseline FILE stores the ratios, with bounds at 60 % of the lowest; with
---check the ratios are compared with the bounds stored there (exit code 1 if one is lower).
+--profile DIR writes a trace of one of our updates for TensorBoard or Perfetto. --baseline FILE stores the ratios, with
+bounds at 60 % of the lowest; with --check the ratios are compared with the bounds stored there (exit code 1 if one is
+lower).
 """
 
 from __future__ import annotations
@@ -95,13 +95,16 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--prompts", default="synthetic", help="JSON Lines file with a 'prompt' field, or 'synthetic'")
     parser.add_argument("--tokenizer", default="synthetic", help="folder with tokenizer.json, or 'synthetic'")
     parser.add_argument("--systems", default="ours,trl", help="comma-separated: ours, trl")
-    parser.add_argument("--device", choices=("auto", "cpu"), default="auto", help="auto: a GPU where there is one")
+    text = "auto: a GPU where there is one; cuda: a GPU, or an error where torch sees none for TRL"
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help=text)
     parser.add_argument("--cores", type=int, default=available_cores(), help="cores per process")
     parser.add_argument("--profile", metavar="DIR", help="write a trace of one of our updates")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures to this file")
     parser.add_argument("--baseline", type=Path, metavar="FILE", help="JSON file of ratios and bounds")
     parser.add_argument("--check", action="store_true", help="compare the ratios with the bounds in --baseline")
-    parser.add_argument("--work", type=Path, help="folder for models, prompts and logs; default: temporary")
+    parser.add_argument("--predict", action="store_true", help="of ours: memory and seconds as a dry run predicts them")
+    text = "folder for models, prompts and logs; models that it has of the shape are used; default: temporary"
+    parser.add_argument("--work", type=Path, help=text)
     return parser.parse_args(argv)
 
 
@@ -216,11 +219,15 @@ def prepare(case: Case, work: Path, pairs: int) -> tuple[models.Model, list[list
         lines = "".join(json.dumps({"prompt": text}) + "\n" for text in chosen)
         (work / f"prompts-{pair}.jsonl").write_text(lines, encoding="utf-8")
     case.write(work)
+    mark, contents = work / "start/shape.json", json.dumps([case.shape, case.tokenizer])  # written last
+    if mark.is_file() and mark.read_text(encoding="utf-8") == contents:
+        return model, lengths
     ids = {"pad_token_id": tokenizer.pad_id, "eos_token_id": tokenizer.eos_id, "bos_token_id": tokenizer.eos_id}
     for seed, (folder, kind) in enumerate((("policy", "causal"), ("reward", "scalar"))):
         params = jax.device_get(model.init(jax.random.key(seed), heads=(kind,)))
         hf.save(work / "start" / folder, model, params, kind=kind, extra_config=ids)
         data.save_tokenizer(tokenizer, str(work / "start" / folder))
+    mark.write_text(contents, encoding="utf-8")
     return model, lengths
 
 
@@ -347,7 +354,10 @@ def measure(system: str, case: Case, work: Path, pair: int, micro: int) -> dict[
 
 def benchmark(args: argparse.Namespace, systems: list[str], work: Path) -> int:
     """Runs the benchmark: 0, or 1 if a ratio is below its bound."""
-    device = "cuda" if args.device == "auto" and "trl" in systems and has_cuda() else args.device
+    cuda = "trl" in systems and args.device != "cpu" and has_cuda()
+    if args.device == "cuda" and "trl" in systems and not cuda:
+        raise UserError("--device cuda: torch sees no GPU; install torch for CUDA, or measure with --systems ours")
+    device = "cuda" if cuda else args.device
     if device == "auto":
         device = "cpu" if "trl" in systems else "default"
     profile = str(Path(args.profile).resolve()) if args.profile else None

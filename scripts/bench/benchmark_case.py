@@ -46,6 +46,8 @@ class Case:
     cores: int = 1
     device: str = "cpu"
     profile: str | None = None
+    predict: bool = False
+    """Ours: whether memory and seconds are predicted too."""
 
     @property
     def group(self) -> int:

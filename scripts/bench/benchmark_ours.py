@@ -8,7 +8,9 @@ benchmark.py prepares WORK. The result goes to WORK/ours-NAME.json; NAME is N by
 from __future__ import annotations
 
 import json
+import shutil
 import time
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,8 @@ from jax.errors import JaxRuntimeError
 from rlhf_jax.config import STAGES as CONFIGS
 from rlhf_jax.config import files as config_files
 from rlhf_jax.config.check import check
+from rlhf_jax.dry_run import memory as dry_run_memory
+from rlhf_jax.dry_run import roofline
 from rlhf_jax.metrics import logger as metrics_logger
 from rlhf_jax.option import checked_types
 from rlhf_jax.parallel import peaks, xla_flags
@@ -97,6 +101,21 @@ def loop_phases(line: dict[str, float]) -> dict[str, float]:
     return {new: line[f"time/{old}"] for old, new in names.items()}
 
 
+def predicted(stage) -> dict[str, dict[str, float | None]]:
+    """Peak MiB and seconds of the stage's programs as a dry run prints them; no seconds for a device without rates.
+
+    A call has compiled them, so that XLA compiles none again.
+    """
+    rates, trips = roofline.rates(jax.devices()[0], stage.config.dtype), stage.config.response_length - 1
+    return {
+        program.name: {
+            "peak_mib": program.peak / 2**20,
+            "seconds": rates and roofline.predict(program.text, rates, trips).seconds,
+        }
+        for program in dry_run_memory.programs(stage)
+    }
+
+
 def matmul_flops(device: str, dtype: str) -> float:
     """FLOP/s of the fastest large matrix product."""
     return max(peaks.product_rate(jnp.ones((n, n), dtype)) for n in matrix_sizes(device))
@@ -105,6 +124,7 @@ def matmul_flops(device: str, dtype: str) -> float:
 def measure(case: Case, work: Path, pair: int, name: str, micro: int | None) -> dict[str, Any]:
     """All measurements of this process."""
     compiling = compile_cache.CompileTimer()
+    shutil.rmtree(work / f"run-{name}", ignore_errors=True)  # of an earlier command
     config = config_of(case, work, micro, str(work / f"run-{name}"))
     check(checked_types(config))
     began = time.perf_counter()
@@ -115,6 +135,11 @@ def measure(case: Case, work: Path, pair: int, name: str, micro: int | None) -> 
         state, lines, peak = updates(stage)
         result |= {"updates": [line["time/step"] for line in lines], "loop": [loop_phases(x) for x in lines]}
         result |= {"compile_seconds": compiling.seconds, **peak}
+        if case.predict:
+            try:
+                result["predicted"] = predicted(stage)
+            except Exception:  # what was measured counts without it
+                traceback.print_exc()
         if case.profile and pair == 0:
             with jax.profiler.trace(case.profile):
                 state, metrics, _ = stage.train_step(state, case.updates)

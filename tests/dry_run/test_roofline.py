@@ -84,7 +84,7 @@ def test_cudnns_attention_has_a_rate_of_its_own():
 
 
 def described(kind="NVIDIA H100 80GB HBM3", platform="gpu"):
-    return types.SimpleNamespace(device_kind=kind, platform=platform, addressable_memories=list)
+    return types.SimpleNamespace(device_kind=kind, platform=platform)
 
 
 def test_rates_are_the_shares_that_an_h100_reached():
@@ -111,8 +111,11 @@ def test_a_cpu_is_predicted_with_what_was_measured_on_it():
     assert all(1e7 < rate < 1e13 for _, rate in found.bandwidth)
 
 
-def test_gpus_that_are_there_are_not_predicted():
+def test_a_gpu_without_published_rates_and_a_tpu_of_this_machine_are_not_predicted():
     assert roofline.rates(described("a GPU that no table has"), "bfloat16") is None
+    tpu = described("TPU v5 lite", "tpu")
+    tpu.client = types.SimpleNamespace(runtime_type="tpu")
+    assert roofline.rates(tpu, "bfloat16") is None
 
 
 def test_small_copies_go_at_the_rate_of_caches():

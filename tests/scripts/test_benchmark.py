@@ -103,6 +103,23 @@ def test_both_systems_are_told_the_same(algo, micro, tmp_path):
         assert theirs.max_grad_norm == ours.max_grad_norm == 1.0
 
 
+def test_trl_on_a_gpu_that_torch_does_not_see_is_refused(monkeypatch, capsys):
+    pytest.importorskip("trl")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert benchmark.main(["--systems", "trl", "--device", "cuda"]) == 2
+    assert "--device cuda: torch sees no GPU" in capsys.readouterr().err
+
+
+def test_models_of_the_shape_that_an_earlier_command_left_are_used(tmp_path):
+    benchmark.prepare(CASES["ppo"], tmp_path, pairs=1)
+    weights = tmp_path / "start/policy/model.safetensors"
+    written = weights.stat().st_mtime_ns
+    benchmark.prepare(CASES["rloo"], tmp_path, pairs=1)
+    assert weights.stat().st_mtime_ns == written
+    _, lengths = benchmark.prepare(dataclasses.replace(CASES["ppo"], shape="1x128x4"), tmp_path, pairs=1)
+    assert weights.stat().st_mtime_ns > written and len(lengths[0]) == 8
+
+
 def test_pairs_have_batches_of_their_own_that_fit_and_repeat_at_the_end(tmp_path):
     lines = [{"prompt": f"i met anna{'.' * n}"} for n in (1, 2, 70, 3)]
     (tmp_path / "p.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
