@@ -277,7 +277,7 @@ def implementations(model: Any) -> list[str]:
     from rlhf_jax.models.attention_kernels import unsupported
     from rlhf_jax.models.options import ComputeOptions
 
-    model = model.family.decoder_config(model.config), "bfloat16", jax.devices()[0].platform
+    model = model.family.decoder_config(model.config), "bfloat16", jax.devices()[0]
     names = typing.get_args(typing.get_type_hints(ComputeOptions)["attn_implementation"])
     return [name for name in reversed(names) if name != "auto" and unsupported(name, *model) is None]
 
@@ -300,7 +300,7 @@ def attention_alone(model: Any, batch: Any) -> tuple[Any, Any, Any]:
     import jax
     import jax.numpy as jnp
 
-    from rlhf_jax.models.attention import causal_attention_after_prefix
+    from rlhf_jax.models.attention import Keys
     from rlhf_jax.models.attention_kernels import row_attention
     from rlhf_jax.models.decoder_context import Context
 
@@ -312,12 +312,14 @@ def attention_alone(model: Any, batch: Any) -> tuple[Any, Any, Any]:
     mask = jnp.arange(batch.prompt_tokens.shape[1] + in_rows) < (batch.prompt_lengths + in_rows)[:, None]
 
     def attend(rows: Any, responses: Any) -> Any:
-        out = row_attention(context, *rows, mask, start_at_0=True)
+        query, *pair = rows
+        keys = Keys(*pair, mask)
+        out = row_attention(context, query, keys, start_at_0=True)
         if in_rows:
             return out
-        (q, k, v), (_, *prefix) = ([x.swapaxes(1, 2) for x in part] for part in (responses, rows))
-        keep = jnp.ones((prompts * group, new), bool)
-        return out, causal_attention_after_prefix(q, k, v, keep, *prefix, mask, config.score_function)
+        query, *pair = responses
+        suffix = Keys(*pair, jnp.ones((prompts * group, new), bool))
+        return out, row_attention(context, query, suffix, prefix=keys, start_at_0=True)
 
     def both(*parts: Any) -> Any:
         out, pull = jax.vjp(attend, *parts)
