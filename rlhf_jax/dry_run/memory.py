@@ -122,6 +122,8 @@ def programs(
     only: Sequence[str] = (),
     compile_fn: Callable[..., Program] | None = None,
     at_once: int = 1,
+    micro_batch_size: int | None = None,
+    to_disk: bool = False,
 ) -> list[Program]:
     """The programs of an update, compiled.
 
@@ -132,6 +134,8 @@ def programs(
       compile_fn: (name, traced, bytes that are no arguments) -> Program; default: `compiling.compile_for` of the
         stage's devices.
       at_once: programs that are compiled at a time; with 1 a program is traced when the one before it is compiled.
+      micro_batch_size: in place of the config's.
+      to_disk: whether jax's cache on disk keeps them, for a run to find.
 
     Returns:
       A Program each, in the order of an update.
@@ -162,9 +166,10 @@ def programs(
             raise _Enough
         return compile_ahead.result_shapes(traced.out_info, stage.mesh)
 
-    with compiling.no_disk_cache(), futures.ThreadPoolExecutor(at_once) as pool:
+    cache = contextlib.nullcontext() if to_disk else compiling.no_disk_cache()
+    with cache, futures.ThreadPoolExecutor(at_once) as pool:
         with contextlib.suppress(_Enough):
-            stage.trace_programs(build)
+            stage.trace_programs(build, micro_batch_size=micro_batch_size)
         while pending:
             take_first()
     return compiled

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from rlhf_jax import storage
 from rlhf_jax.config import PolicyConfig, StageConfig, batch_sizes, stage_name
 from rlhf_jax.config import files as config_files
-from rlhf_jax.dry_run import hlo, in_processes, memory, roofline, topologies
+from rlhf_jax.dry_run import hlo, in_processes, memory, micro_batches, roofline, topologies
 from rlhf_jax.dry_run.compiling import Program
 from rlhf_jax.parallel import peaks, sharding
 from rlhf_jax.runtime import out_of_memory
@@ -167,8 +167,7 @@ def verdict(config: StageConfig, programs: Sequence[Program], limit: int | None)
         problem = f"peak {bytes_text(highest.peak)} of {bytes_text(limit)} per device, in {highest.name}"
         if highest.peak <= limit:
             return f"memory: fits: {problem}"
-    options = out_of_memory.lowers(config, highest.name) + ([] if config.use_peft else ["use_peft (now False)"])
-    return f"memory: does NOT fit: {problem}. Use more devices; options that need less: {', '.join(options)}"
+    return f"memory: does NOT fit: {problem}. {out_of_memory.what_needs_less(config, highest.name)}"
 
 
 def show(config: StageConfig, log: Callable[[str], None] = print) -> None:
@@ -183,6 +182,8 @@ def show(config: StageConfig, log: Callable[[str], None] = print) -> None:
     mesh = memory.stage_mesh(config)
     log(config_files.to_json(config))
     device = mesh.devices.flat[0]
+    if missing_start(config) is None:
+        config = micro_batches.settled(config, memory.abstract_stage, log)
     config = batch_sizes.for_devices(config, sharding.row_shards(mesh), device.platform)
     for line in batch_sizes.batch_lines(config):
         log(line)

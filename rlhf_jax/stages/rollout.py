@@ -435,8 +435,13 @@ class RolloutStage(Stage):
             frozen["reward" if number == 1 else f"reward {number}"] = reader.params
         return frozen
 
-    def trace_programs(self, build, *, first_batch: bool = False) -> None:
+    def trace_programs(self, build, *, first_batch: bool = False, micro_batch_size: int | None = None) -> None:
         """As `Stage.trace_programs`."""
+        programs = self.programs.replace(run=build)
+        if micro_batch_size is not None:
+            config = dataclasses.replace(self.config, micro_batch_size=micro_batch_size)
+            # By dataclasses, without the jitted functions of the other config.
+            programs = dataclasses.replace(programs, context=dataclasses.replace(self.context, config=config))
         if first_batch:
             prompts = self._prompts(0)
             width, images = prompts.tokens.shape[1], prompts.images
@@ -444,7 +449,7 @@ class RolloutStage(Stage):
             width = prompt_width(self.config)
             images = None if self.train_data.images is None else self.train_data.images.batch([0])
         reward_params = [reader.params for reader in self.scorer.models]
-        self._trace(self.programs.replace(run=build), self.state, reward_params, width, images)
+        self._trace(programs, self.state, reward_params, width, images)
 
     def _trace(
         self, programs: Programs, state: TrainState, reward_params: list[Params], width: int, images: Images | None

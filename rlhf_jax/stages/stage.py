@@ -114,13 +114,14 @@ class Stage:
         """Params of the models that are never trained, by name."""
         raise NotImplementedError
 
-    def trace_programs(self, build: Any, *, first_batch: bool = False) -> None:
+    def trace_programs(self, build: Any, *, first_batch: bool = False, micro_batch_size: int | None = None) -> None:
         """An update on shapes: each program goes, with its arguments, to `build` in place of
         `compile_ahead.run_program`, which returns the shapes of its results.
 
         Args:
           build: see `dry_run.memory` and `CompileAhead`.
           first_batch: for the first update's batch; else for rows of the maximum length.
+          micro_batch_size: in place of the config's.
         """
         raise NotImplementedError
 
