@@ -87,7 +87,7 @@ def compile_run(config, out: str | None) -> None:
         if not can_foresee(mesh):
             print(f"{name}: left out, since a run compiles when it calls on a mesh of tensor alone", flush=True)
             continue
-        stage = micro_batches.settled(
+        stage, _ = micro_batches.settled(
             stage, open_abstract, lambda line, name=name: print(f"{name}: {line}", flush=True)
         )
         opened = open_abstract(stage, mesh)

@@ -250,7 +250,7 @@ def train_stage(
     # --- micro-batches as large as memory allows, or those that the run began with
     date = multihost.from_first(lambda: run_folders.template_date(config.run_dir))
     opened_with = {**objects, "optimizer": optimizer, "template_date": date}
-    config = micro_batches.settled(
+    config, _ = micro_batches.settled(
         config,
         lambda config, mesh: open_stage(config, **opened_with, weights=AbstractWeights(mesh)),
         lambda line: log(f"{name}: {line}"),

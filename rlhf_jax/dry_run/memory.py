@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import io
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent import futures
 from typing import Any
 
@@ -124,6 +124,7 @@ def programs(
     at_once: int = 1,
     micro_batch_size: int | None = None,
     to_disk: bool = False,
+    compiled_before: Mapping[str, Program] = {},
 ) -> list[Program]:
     """The programs of an update, compiled.
 
@@ -136,6 +137,7 @@ def programs(
       at_once: programs that are compiled at a time; with 1 a program is traced when the one before it is compiled.
       micro_batch_size: in place of the config's.
       to_disk: whether jax's cache on disk keeps them, for a run to find.
+      compiled_before: programs of this stage that need not be compiled again, by name.
 
     Returns:
       A Program each, in the order of an update.
@@ -150,7 +152,7 @@ def programs(
         on_compiled(compiled[-1])
 
     def compile_one(name: str, traced: Any, other_resident: int) -> Program:
-        program = compile_fn(name, traced, other_resident)
+        program = compiled_before.get(name) or compile_fn(name, traced, other_resident)
         if program.refused:
             return program
         # XLA counts no arguments that a program does not read.

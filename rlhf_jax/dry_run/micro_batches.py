@@ -15,6 +15,7 @@ import jax
 
 from rlhf_jax.config import PolicyConfig, StageConfig, batch_sizes
 from rlhf_jax.dry_run import in_processes, memory, topologies
+from rlhf_jax.dry_run.compiling import Program
 from rlhf_jax.parallel import multihost, sharding
 from rlhf_jax.runtime import out_of_memory, run_folder
 from rlhf_jax.stages import Stage
@@ -25,6 +26,8 @@ USABLE = 0.9
 On an H100 measured peaks were 2 to 4 % above the compiled ones (docs/benchmarks.md)."""
 MOST_SIZES = 4
 """Sizes that are compiled, before the smallest is taken as it is."""
+NEAR = 1.1
+"""Times the memory that a size may need by estimate and still be compiled."""
 PLATFORMS = ("gpu", "tpu")
 """Of devices that want large micro-batches. A CPU wants small ones, for its caches (docs/benchmarks.md)."""
 
@@ -39,7 +42,9 @@ class Need(NamedTuple):
     """The part of the peak that depends on the rows of a micro-batch: it grows at most in proportion to them."""
 
 
-def settled(config: ConfigT, open_abstract: Callable[[ConfigT, Any], Stage], log: Callable[[str], None]) -> ConfigT:
+def settled(
+    config: ConfigT, open_abstract: Callable[[ConfigT, Any], Stage], log: Callable[[str], None]
+) -> tuple[ConfigT, dict[str, Program]]:
     """The config with the micro_batch_size of its run: that of its folder's config.json, or else by memory.
 
     It stays as it is where the options set micro-batches, or their size changes the loss; on CPUs; and for a run whose
@@ -49,9 +54,12 @@ def settled(config: ConfigT, open_abstract: Callable[[ConfigT, Any], Stage], log
       config: resolved; with dry_run its folder is not read.
       open_abstract: (config, mesh) -> its stage on `AbstractWeights`, which is closed here.
       log: takes a line on the size that was chosen.
+
+    Returns:
+      (config, the programs of that size that were compiled, by name)
     """
     if not batch_sizes.leaves_micro_batches_open(config):
-        return config
+        return config, {}
     mesh = memory.stage_mesh(config)
     sizes = batch_sizes.even_sizes(config, sharding.row_shards(mesh))
     recorded = None
@@ -60,23 +68,26 @@ def settled(config: ConfigT, open_abstract: Callable[[ConfigT, Any], Stage], log
     if recorded is not None:
         size = recorded.get("micro_batch_size")
         if size is None or size in sizes:
-            return dataclasses.replace(config, micro_batch_size=size)
+            return dataclasses.replace(config, micro_batch_size=size), {}
         log(f"micro_batch_size {size}, with which the run began, does not spread over {mesh.size} devices")
     device = next((x for x in mesh.devices.flat if x.process_index == jax.process_index()), mesh.devices.flat[0])
     if device.platform not in PLATFORMS:
-        return config
+        return config, {}
     capacities = multihost.agree(topologies.capacity(device))
     if None in capacities:
         log(f"micro_batch_size by tokens: the memory of {device.device_kind} is unknown")
-        return config
+        return config, {}
     stage = open_abstract(config, mesh)
     try:
-        return dataclasses.replace(config, micro_batch_size=by_memory(stage, sizes, min(capacities), log))
+        rows, programs = by_memory(stage, sizes, min(capacities), log)
     finally:
         stage.close()
+    return dataclasses.replace(config, micro_batch_size=rows), programs
 
 
-def by_memory(stage: Stage, sizes: Sequence[int], capacity: int, log: Callable[[str], None]) -> int:
+def by_memory(
+    stage: Stage, sizes: Sequence[int], capacity: int, log: Callable[[str], None]
+) -> tuple[int, dict[str, Program]]:
     """The largest size whose update, and forward passes before it, fit a device; the smallest if none does.
 
     Args:
@@ -84,18 +95,22 @@ def by_memory(stage: Stage, sizes: Sequence[int], capacity: int, log: Callable[[
       sizes: ascending.
       capacity: bytes of a device.
       log: takes a line that says why.
+
+    Returns:
+      As `settled`, the size in place of the config.
     """
     config, device, usable = stage.config, stage.weights.mesh.devices.flat[0], USABLE * capacity
     assert config.micro_batch_size is not None
     in_process = topologies.described_tpu(device) and in_processes.can_compile(config)
+    compiled: dict[tuple[int, str], Program] = {}
 
     def measure(name: str, rows: int) -> Need:
         if in_process:
             program = in_processes.in_process(dataclasses.replace(config, micro_batch_size=rows), name)
             assert program is not None
         else:
-            options = {"micro_batch_size": rows, "to_disk": not config.dry_run}
-            (program,) = memory.programs(stage, only=(name,), **options)
+            (program,) = memory.programs(stage, only=(name,), micro_batch_size=rows, to_disk=not config.dry_run)
+        compiled[rows, name] = program
         refused = bool(program.refused)
         need = (math.inf, math.inf) if refused else (program.peak, program.temporary)
         return Need(*max(map(tuple, multihost.agree(need))))  # processes must go on with the same size
@@ -121,7 +136,7 @@ def by_memory(stage: Stage, sizes: Sequence[int], capacity: int, log: Callable[[
     else:
         more = forward or f", {_said(sizes[sizes.index(rows) + 1], needs)}"
         log(f"micro_batch_size {rows}: the largest that fits {where}: {needed}{more}")
-    return rows
+    return rows, {name: program for (n, name), program in compiled.items() if n == rows}
 
 
 def largest(
@@ -130,8 +145,8 @@ def largest(
     """The largest size that was measured and fits; the smallest size if none fits. (size, needs of measured sizes)
 
     Needs are close to affine in the rows. After one size the temporary bytes are taken as proportional, which is more
-    than a larger size needs, so that the size above it is measured at least; then the line through two sizes says
-    which is next.
+    than a larger size needs; then the line through two sizes says which is next. The size above the result is measured
+    too, unless the line says that it is more than `NEAR` too large.
 
     Args:
       sizes: ascending.
@@ -158,8 +173,9 @@ def _next(sizes: Sequence[int], usable: float, needs: Mapping[int, Need]) -> int
     open_sizes = [n for n in sizes if least <= n < most] or [least]
     if all(math.isinf(need.peak) for need in needs.values()):
         return open_sizes[len(open_sizes) // 2]
-    if len(needs) == 1 and fitting:
-        least = open_sizes[:2][-1]
+    above = open_sizes[:2][-1]
+    if fitting and (len(needs) == 1 or estimate(above, needs) <= NEAR * usable):
+        least = above
     return max((n for n in open_sizes if n == least or estimate(n, needs) <= usable), default=least)
 
 

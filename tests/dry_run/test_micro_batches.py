@@ -3,18 +3,27 @@
 import dataclasses
 import json
 import math
+import os
+import re
+import shutil
+import subprocess
+import sys
 
 import jax
 import pytest
 
 import rlhf_jax
 from rlhf_jax.config import PPOConfig, RLOOConfig, SFTConfig, batch_sizes
-from rlhf_jax.dry_run import memory, micro_batches
+from rlhf_jax.dry_run import memory, micro_batches, report
 from rlhf_jax.dry_run.micro_batches import Need
 from rlhf_jax.parallel import sharding
+from rlhf_jax.utils.text import bytes_text
+from tests.helpers.children import QUICK
+from tests.helpers.paths import ROOT
 
-TINY = {"scratch_model": "2x32x4", "tokenizer_name_or_path": "synthetic", "dataset_name": "synthetic"}
-POLICY = {**TINY, "sft_model_path": None, "reward_model_path": None, "query_length": 64, "response_length": 16}
+TINY = {"scratch_model": "1x16x2", "tokenizer_name_or_path": "synthetic", "dataset_name": "synthetic"}
+TINY |= {"batch_size": 16, "dry_run": True}  # nothing of it is cached
+POLICY = {**TINY, "sft_model_path": None, "reward_model_path": None, "query_length": 32, "response_length": 8}
 SIZES = (1, 2, 4, 8, 16, 32, 64)
 
 
@@ -78,32 +87,46 @@ def one_device():
     return sharding.make_mesh(devices=jax.devices()[:1])
 
 
-def peaks(stage, sizes, name="update"):
-    return [memory.programs(stage, only=(name,), micro_batch_size=n)[0].peak for n in sizes]
+def peaks(config, *sizes):
+    """Of the update."""
+    stage = memory.abstract_stage(config, one_device())
+    return [memory.programs(stage, only=("update",), micro_batch_size=n)[0].peak for n in sizes]
+
+
+def between(fits, exceeds):
+    """A capacity in which one fits and the other does not."""
+    assert fits < exceeds
+    return int((fits + exceeds) / 2 / micro_batches.USABLE)
 
 
 CONFIGS = {
-    "ppo": PPOConfig(**POLICY, batch_size=32),
-    "rloo": RLOOConfig(**POLICY, batch_size=32, num_generations=4),
-    "sft": SFTConfig(**TINY, model_name_or_path=None, batch_size=32, max_length=80),
+    "ppo": PPOConfig(**POLICY),
+    "rloo": RLOOConfig(**POLICY, num_generations=4),
+    "sft": SFTConfig(**TINY, model_name_or_path=None, query_length=32, max_length=40),
 }
 
 
-@pytest.mark.parametrize("name", CONFIGS)
-def test_the_size_is_the_largest_whose_compiled_update_fits(name):
-    config, lines = CONFIGS[name], []
-    stage, sizes = memory.abstract_stage(config, one_device()), batch_sizes.even_sizes(config, 1)
-    middle, above = sizes[-3], sizes[-2]
-    fits, exceeds = peaks(stage, (middle, above))
-    assert fits < exceeds
-    capacity = int((fits + exceeds) / 2 / micro_batches.USABLE)
-    assert micro_batches.by_memory(stage, sizes, capacity, lines.append) == middle
+def chosen(config, capacity):
+    """(size, line)"""
+    stage, lines = memory.abstract_stage(config, one_device()), []
+    size, programs = micro_batches.by_memory(stage, batch_sizes.even_sizes(config, 1), capacity, lines.append)
+    assert all(program.peak <= micro_batches.USABLE * capacity for program in programs.values()) or size == 1
     (line,) = lines
-    assert line.startswith(f"micro_batch_size {middle}: the largest that fits cpu (")
-    assert f"the update needs {fits / 2**20:,.1f} MiB with {middle} rows, " in line and f" with {above}" in line
+    return size, line
 
 
-def test_what_is_measured_is_the_program_of_a_run_with_that_size():
+@pytest.mark.parametrize("name", ["ppo", "sft"])
+def test_the_size_is_the_largest_whose_compiled_update_fits(name):
+    fits, exceeds = peaks(CONFIGS[name], 4, 8)
+    size, line = chosen(CONFIGS[name], between(fits, exceeds))
+    assert size == 4 and line.startswith("micro_batch_size 4: the largest that fits cpu (")
+    needs, above = re.search(r"the update needs (.+) with 4 rows, (.+) with 8(?: rows)?$", line).groups()
+    assert needs == bytes_text(fits)
+    # By compilation, or by the line through other sizes.
+    assert above == bytes_text(exceeds) or re.fullmatch(r"about [\d.]+ [KM]iB", above)
+
+
+def test_what_is_compiled_is_the_program_of_a_run_with_that_size():
     config, mesh = CONFIGS["rloo"], one_device()
     stages = [memory.abstract_stage(dataclasses.replace(config, micro_batch_size=n), mesh) for n in (4, 16)]
     of_run = [memory.programs(stage, only=("update",))[0] for stage in stages]
@@ -113,32 +136,32 @@ def test_what_is_measured_is_the_program_of_a_run_with_that_size():
 
 
 def test_where_all_fits_the_minibatch_is_whole_and_where_nothing_fits_the_line_says_what_needs_less():
-    config, lines = CONFIGS["ppo"], []
-    stage, sizes = memory.abstract_stage(config, one_device()), batch_sizes.even_sizes(config, 1)
-    assert micro_batches.by_memory(stage, sizes, 2**40, lines.append) == 32
-    assert micro_batches.by_memory(stage, sizes, 2**10, lines.append) == 1
-    assert lines[0].startswith("micro_batch_size 32: the whole minibatch fits cpu (921.6 GiB, 0.9 of the memory")
-    assert lines[1].startswith("micro_batch_size 1: the smallest, and it does NOT fit cpu (0.9 KiB, ")
-    assert "Use more devices; options that need less: micro_batch_size (now 1), " in lines[1]
+    size, line = chosen(CONFIGS["sft"], 2**40)
+    assert size == 16 and line.startswith("micro_batch_size 16: the whole minibatch fits cpu (921.6 GiB, 0.9 of ")
+    size, line = chosen(CONFIGS["sft"], 2**10)
+    assert size == 1 and line.startswith("micro_batch_size 1: the smallest, and it does NOT fit cpu (0.9 KiB, 0.9 of ")
+    assert "Use more devices; options that need less: micro_batch_size (now 1), " in line
 
 
 def test_forward_passes_before_the_update_must_fit_too(monkeypatch):
-    config, lines, programs = CONFIGS["ppo"], [], memory.programs
-    stage, sizes = memory.abstract_stage(config, one_device()), batch_sizes.even_sizes(config, 1)
+    programs = memory.programs
 
-    def large_experience(stage, only, **options):
-        (program,) = programs(stage, only=only, **options)
-        rows = options["micro_batch_size"]
-        return [dataclasses.replace(program, temporary=2**33 * rows) if only == ("experience",) else program]
+    def large_experience(stage, only, micro_batch_size, **options):
+        (program,) = programs(stage, only=only, micro_batch_size=micro_batch_size, **options)
+        if only == ("experience",):
+            return [dataclasses.replace(program, temporary=2**33 * micro_batch_size)]
+        return [program]
 
     monkeypatch.setattr(memory, "programs", large_experience)
-    assert micro_batches.by_memory(stage, sizes, 70 * 2**30, lines.append) == 4
-    assert lines[0].endswith(f", experience {64 + peaks_gib(programs, stage):.1f} GiB with 8")
+    size, line = chosen(CONFIGS["ppo"], 40 * 2**30)  # 36 GiB
+    assert size == 4 and line.endswith(", experience 64.0 GiB with 8")
 
 
-def peaks_gib(programs, stage):
-    (program,) = programs(stage, only=("experience",), micro_batch_size=8)
-    return (program.peak - program.temporary) / 2**30
+def test_what_says_how_rows_are_cut_stays(tmp_path):
+    for options in ({"micro_batch_size": 2}, {"micro_batch_tokens": 80}, {"loss_aggregation": "token_mean_micro"}, {}):
+        config = dataclasses.replace(CONFIGS["ppo"], run_dir=str(tmp_path / "run"), **options)
+        refused = lambda *_: pytest.fail("opened")  # noqa: E731
+        assert micro_batches.settled(config, refused, refused) == (config, {})  # {}: on a CPU
 
 
 # --- of a run
@@ -146,48 +169,124 @@ def peaks_gib(programs, stage):
 
 ROWS = [{"prompt": f"what is {n}?", "completion": f" it is {n % 3}."} for n in range(16)]
 RUN = SFTConfig(
-    **{**TINY, "dataset_name": "synthetic", "scratch_model": "1x16x2"},
+    **{**TINY, "dry_run": False},
     model_name_or_path=None,
     dataset_test_split=None,
     query_length=32,
-    max_length=64,
-    batch_size=8,
+    max_length=40,
     max_steps=2,
     save_steps=1,
     report_to=(),
 )
 
 
+@pytest.fixture(scope="module")
+def capacity():
+    """Of a device in which micro-batches of 4 rows fit."""
+    return between(*peaks(dataclasses.replace(RUN, dry_run=True), 4, 8))
+
+
 @pytest.fixture
-def small_device(monkeypatch):
-    """The CPU in place of an accelerator in which 4 of 8 rows fit."""
-    config = dataclasses.replace(RUN, dry_run=True)
-    fits, exceeds = peaks(memory.abstract_stage(config, one_device()), (4, 8))
-    capacity = int((fits + exceeds) / 2 / micro_batches.USABLE)
+def accelerator(monkeypatch, capacity):
+    """The CPU in place of one of that capacity."""
     monkeypatch.setattr(micro_batches, "PLATFORMS", ("cpu",))
     monkeypatch.setattr(micro_batches.topologies, "capacity", lambda device: capacity)
-    return capacity
+    return monkeypatch
 
 
 def run(folder, **changes):
-    config = dataclasses.replace(RUN, run_dir=str(folder), **changes)
-    result = rlhf_jax.run(config, train_dataset=ROWS)
-    return result, json.loads((folder / "config.json").read_text())["micro_batch_size"]
+    rlhf_jax.run(dataclasses.replace(RUN, run_dir=str(folder), **changes), train_dataset=ROWS)
+    return json.loads((folder / "config.json").read_text())["micro_batch_size"]
 
 
-def test_a_run_records_its_size_and_a_resume_takes_it_without_a_search(small_device, tmp_path, monkeypatch, capsys):
+def test_a_run_records_its_size_and_a_resume_takes_it_without_a_search(accelerator, tmp_path, capsys):
     folder = tmp_path / "run"
-    _, size = run(folder, max_steps=2)
-    assert size == 4
+    assert run(folder) == 4
     said = capsys.readouterr().out
     assert "sft: micro_batch_size 4: the largest that fits cpu (" in said
-    assert "gradient: 2 micro-batches of 4 rows per step" in said
+    assert "gradient: 4 micro-batches of 4 rows per step" in said
 
-    # A device of another size, on which a search would end elsewhere.
-    monkeypatch.setattr(micro_batches, "by_memory", lambda *_: pytest.fail("searched"))
+    accelerator.setattr(micro_batches, "by_memory", lambda *_: pytest.fail("searched"))
     (folder / "finished.json").unlink()
-    _, size = run(folder)
+    assert run(folder) == 4
     said = capsys.readouterr().out
-    assert size == 4 and "gradient: 2 micro-batches of 4 rows per step" in said
-    assert "micro_batch_size" not in said.replace("micro_batch_size 4", "")
-    assert "changed since the run began" not in said
+    assert "gradient: 4 micro-batches of 4 rows per step" in said and "changed since" not in said
+
+    (folder / "finished.json").unlink()
+    assert run(folder, micro_batch_size=8) == 8
+    assert "sft: changed since the run began: micro_batch_size: 4 -> 8" in capsys.readouterr().out
+
+    # Recorded by a run on other devices, over which its rows were spread.
+    path = folder / "config.json"
+    path.write_text(path.read_text().replace('"micro_batch_size": 8', '"micro_batch_size": 3'))
+    (folder / "finished.json").unlink()
+    accelerator.setattr(micro_batches, "by_memory", lambda *_: (2, {}))
+    assert run(folder) == 2
+    said = capsys.readouterr().out
+    assert "sft: micro_batch_size 3, with which the run began, does not spread over 1 devices" in said
+    assert "sft: changed since the run began: micro_batch_size: 3 -> 2" in said
+
+
+def test_a_run_that_began_without_a_recorded_size_keeps_that_of_its_tokens(accelerator, tmp_path, capsys):
+    accelerator.setattr(micro_batches, "PLATFORMS", ())
+    folder = tmp_path / "run"
+    assert run(folder) is None
+    accelerator.setattr(micro_batches, "PLATFORMS", ("cpu",))
+    (folder / "finished.json").unlink()
+    assert run(folder) is None
+    assert capsys.readouterr().out.count("gradient: 1 micro-batches of 16 rows per step") == 2
+
+
+def test_a_dry_run_says_the_size_and_compiles_it_once(accelerator, tmp_path, capsys):
+    compile_program, by_memory, events = memory.compiling.compile_program, micro_batches.by_memory, []
+
+    def counted(name, *arguments, **options):
+        events.append(name)
+        return compile_program(name, *arguments, **options)
+
+    def searched(*arguments):
+        result = by_memory(*arguments)
+        events.append("chosen")
+        return result
+
+    accelerator.setattr(memory.compiling, "compile_program", counted)
+    accelerator.setattr(micro_batches, "by_memory", searched)
+    report.show(dataclasses.replace(RUN, dry_run=True, run_dir=str(tmp_path / "run")))
+    said = capsys.readouterr().out
+    assert "\nmicro_batch_size 4: the largest that fits cpu (" in said
+    assert "gradient: 4 micro-batches of 4 rows per step" in said and "memory: fits: peak" in said
+    assert len(events) > 2 and events[-1] == "chosen" and {*events[:-1]} == {"update"}
+
+
+def test_the_run_finds_the_program_of_its_size_on_disk(capacity, tmp_path):
+    code = f"""
+import dataclasses, rlhf_jax
+from rlhf_jax.config import files
+from rlhf_jax.dry_run import memory, micro_batches
+micro_batches.PLATFORMS = ("cpu",)
+micro_batches.topologies.capacity = lambda device: {capacity}
+programs, sizes = memory.programs, []
+def counted(stage, **options):
+    sizes.append(options["micro_batch_size"])
+    return programs(stage, **options)
+memory.programs = counted
+config = files.from_json({json.dumps(json.dumps(config_json(tmp_path)))})
+rlhf_jax.run(config, train_dataset={ROWS!r})
+print("sizes", *sizes)
+"""
+    cache = {"JAX_COMPILATION_CACHE_DIR": str(tmp_path / "cache"), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "XLA_FLAGS": QUICK, **cache}
+    for _ in range(2):  # the second time all sizes are read from disk
+        done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr[-3000:]
+        name, first, *others = done.stdout.splitlines()[-1].split()
+        assert (name, first) == ("sizes", "16") and "4" in others
+        assert len(list((tmp_path / "cache").glob("jit_update_step-*-cache"))) == 1 + len(others)
+        shutil.rmtree(tmp_path / "run")
+        assert "micro-batches of 4 rows" in done.stdout
+
+
+def config_json(folder):
+    from rlhf_jax.config import files
+
+    return json.loads(files.to_json(dataclasses.replace(RUN, run_dir=str(folder / "run"))))
