@@ -91,7 +91,7 @@ def compile_run(config, out: str | None) -> None:
             stage, open_abstract, lambda line, name=name: print(f"{name}: {line}", flush=True)
         )
         opened = open_abstract(stage, mesh)
-        seconds = CompileAhead(functools.partial(opened.trace_programs, first_batch=True), mesh).finish()
+        seconds = CompileAhead(functools.partial(opened.trace_programs, rows="first"), mesh).finish()
         opened.close()
         each = ", ".join(f"{program} {took:.1f} s" for program, took in seconds.items())
         print(f"{name}: compiled {each}", flush=True)

@@ -27,6 +27,7 @@ from rlhf_jax.models.placement import AbstractWeights
 from rlhf_jax.parallel import compile_ahead, sharding
 from rlhf_jax.stages import ALGORITHMS, open_stage, rollout_models, sft
 from rlhf_jax.stages.open_models import Source
+from rlhf_jax.stages.stage import Rows
 
 
 def stage_mesh(config: StageConfig) -> Any:
@@ -122,6 +123,7 @@ def programs(
     only: Sequence[str] = (),
     compile_fn: Callable[..., Program] | None = None,
     at_once: int = 1,
+    rows: Rows = "allowed",
     micro_batch_size: int | None = None,
     to_disk: bool = False,
     compiled_before: Mapping[str, Program] = {},
@@ -135,7 +137,7 @@ def programs(
       compile_fn: (name, traced, bytes that are no arguments) -> Program; default: `compiling.compile_for` of the
         stage's devices.
       at_once: programs that are compiled at a time; with 1 a program is traced when the one before it is compiled.
-      micro_batch_size: in place of the config's.
+      rows, micro_batch_size: as `Stage.trace_programs`.
       to_disk: whether jax's cache on disk keeps them, for a run to find.
       compiled_before: programs of this stage that need not be compiled again, by name.
 
@@ -171,7 +173,7 @@ def programs(
     cache = contextlib.nullcontext() if to_disk else compiling.no_disk_cache()
     with cache, futures.ThreadPoolExecutor(at_once) as pool:
         with contextlib.suppress(_Enough):
-            stage.trace_programs(build, micro_batch_size=micro_batch_size)
+            stage.trace_programs(build, rows=rows, micro_batch_size=micro_batch_size)
         while pending:
             take_first()
     return compiled

@@ -1,7 +1,7 @@
 """micro_batch_size by memory: the largest whose compiled update fits the devices.
 
-Sizes are compiled, never run and never timed: the same config, devices and versions have the same size. A run records
-it in its config.json, and a resume takes it from there.
+Sizes are compiled, never run and never timed: the same config, data, devices and versions have the same size. A run
+records it in its config.json, and a resume takes it from there.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from rlhf_jax.dry_run.compiling import Program
 from rlhf_jax.parallel import multihost, sharding
 from rlhf_jax.runtime import out_of_memory, run_folder
 from rlhf_jax.stages import Stage
+from rlhf_jax.stages.stage import Rows
 from rlhf_jax.utils.text import bytes_text
 
 USABLE = 0.9
@@ -109,7 +110,9 @@ def by_memory(
             program = in_processes.in_process(dataclasses.replace(config, micro_batch_size=rows), name)
             assert program is not None
         else:
-            (program,) = memory.programs(stage, only=(name,), micro_batch_size=rows, to_disk=not config.dry_run)
+            lengths: Rows = "allowed" if config.dry_run else "longest"  # a dry run reads no data
+            options = {"rows": lengths, "micro_batch_size": rows, "to_disk": not config.dry_run}
+            (program,) = memory.programs(stage, only=(name,), **options)
         compiled[rows, name] = program
         refused = bool(program.refused)
         need = (math.inf, math.inf) if refused else (program.peak, program.temporary)

@@ -23,7 +23,7 @@ from rlhf_jax.runtime.stopping import Tick, no_tick
 from rlhf_jax.stages import adapters, export, open_models
 from rlhf_jax.stages.algorithm_registry import Algorithm
 from rlhf_jax.stages.open_models import Source
-from rlhf_jax.stages.stage import Stage
+from rlhf_jax.stages.stage import Rows, Stage
 from rlhf_jax.stages.stage_context import (
     StageContext,
     input_fingerprints,
@@ -309,12 +309,13 @@ class SupervisedStage(Stage):
         """As `Stage.frozen`."""
         return {} if self.network.base is None else {"base": self.network.base}
 
-    def trace_programs(self, build, *, first_batch: bool = False, micro_batch_size: int | None = None) -> None:
+    def trace_programs(self, build, *, rows: Rows = "allowed", micro_batch_size: int | None = None) -> None:
         """As `Stage.trace_programs`."""
         resident, update_step = (self.state, self.network), self.update_step
         if micro_batch_size is not None:
             update_step = self._jitted(self.state, dataclasses.replace(self.config, micro_batch_size=micro_batch_size))
-        batch = self._batch_shapes(None if first_batch else self.config.max_length)
+        columns = self.config.max_length if rows == "allowed" else None
+        batch = self._batch_shapes(self.train_data.widest if rows == "longest" else columns)
         build("update", update_step, *resident, batch, self.optimizer.peaks, resident=resident)
 
     def _batch_shapes(self, columns: int | None) -> Any:

@@ -174,6 +174,7 @@ RUN = SFTConfig(
     dataset_test_split=None,
     query_length=32,
     max_length=40,
+    length_buckets=(40,),
     max_steps=2,
     save_steps=1,
     report_to=(),
@@ -258,35 +259,40 @@ def test_a_dry_run_says_the_size_and_compiles_it_once(accelerator, tmp_path, cap
     assert len(events) > 2 and events[-1] == "chosen" and {*events[:-1]} == {"update"}
 
 
-def test_the_run_finds_the_program_of_its_size_on_disk(capacity, tmp_path):
-    code = f"""
-import dataclasses, rlhf_jax
-from rlhf_jax.config import files
+CONFIG = """
+import rlhf_jax
+from rlhf_jax import RLOOConfig
 from rlhf_jax.dry_run import memory, micro_batches
-micro_batches.PLATFORMS = ("cpu",)
-micro_batches.topologies.capacity = lambda device: {capacity}
-programs, sizes = memory.programs, []
-def counted(stage, **options):
-    sizes.append(options["micro_batch_size"])
-    return programs(stage, **options)
+from tests.helpers.runs import RLOO_OPTIONS
+
+micro_batches.PLATFORMS, micro_batches.topologies.capacity = ("cpu",), lambda device: CAPACITY
+programs, compiled = memory.programs, []
+
+
+def counted(stage, *, only, micro_batch_size, **options):
+    compiled.append(f"{only[0]}_{micro_batch_size}")
+    return programs(stage, only=only, micro_batch_size=micro_batch_size, **options)
+
+
 memory.programs = counted
-config = files.from_json({json.dumps(json.dumps(config_json(tmp_path)))})
-rlhf_jax.run(config, train_dataset={ROWS!r})
-print("sizes", *sizes)
+options = {**RLOO_OPTIONS, "query_length": 64, "length_buckets": None, "total_episodes": 8}
+rewards = ("rlhf_jax.data.synthetic:gold_reward",)
+rlhf_jax.run(RLOOConfig(**options, num_generations=2, reward_funcs=rewards, run_dir="FOLDER/run"))
+print("compiled", *compiled)
 """
+
+
+def test_the_run_finds_the_programs_of_its_size_on_disk(tmp_path):
     cache = {"JAX_COMPILATION_CACHE_DIR": str(tmp_path / "cache"), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
     env = {**os.environ, "PYTHONPATH": str(ROOT), "XLA_FLAGS": QUICK, **cache}
-    for _ in range(2):  # the second time all sizes are read from disk
+    code = CONFIG.replace("CAPACITY", str(1_600_000)).replace("FOLDER", str(tmp_path))
+    for _ in range(2):  # the second time all of them are read from disk, with the same sizes
         done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr[-3000:]
-        name, first, *others = done.stdout.splitlines()[-1].split()
-        assert (name, first) == ("sizes", "16") and "4" in others
-        assert len(list((tmp_path / "cache").glob("jit_update_step-*-cache"))) == 1 + len(others)
+        compiled = done.stdout.splitlines()[-1].split()[1:]
+        size = re.search(r"rloo: micro_batch_size (\d+): the largest that fits cpu ", done.stdout)[1]
+        assert {"update_8", f"update_{size}", f"experience_{size}"} <= {*compiled} and size in "24"
+        names = [file.name.split("-")[0] for file in (tmp_path / "cache").glob("*-cache")]
+        for name in ("update", "experience"):
+            assert names.count(f"jit__{name}") == sum(one.startswith(name) for one in compiled)
         shutil.rmtree(tmp_path / "run")
-        assert "micro-batches of 4 rows" in done.stdout
-
-
-def config_json(folder):
-    from rlhf_jax.config import files
-
-    return json.loads(files.to_json(dataclasses.replace(RUN, run_dir=str(folder / "run"))))
