@@ -16,6 +16,7 @@ import jax
 from rlhf_jax.config import PolicyConfig, StageConfig, batch_sizes
 from rlhf_jax.dry_run import in_processes, memory, topologies
 from rlhf_jax.dry_run.compiling import Program
+from rlhf_jax.errors import UserError
 from rlhf_jax.parallel import multihost, sharding
 from rlhf_jax.runtime import out_of_memory, run_folder
 from rlhf_jax.stages import Stage
@@ -68,9 +69,11 @@ def settled(
         recorded = multihost.from_first(lambda: run_folder.recorded_options(str(config.run_dir)))
     if recorded is not None:
         size = recorded.get("micro_batch_size")
-        if size is None or size in sizes:
-            return dataclasses.replace(config, micro_batch_size=size), {}
-        log(f"micro_batch_size {size}, with which the run began, does not spread over {mesh.size} devices")
+        as_before = dataclasses.replace(config, micro_batch_size=size)
+        if size is None or _is_even(as_before, mesh.size):
+            return as_before, {}
+        devices = f"{mesh.size} device{'s' if mesh.size > 1 else ''}"
+        log(f"micro_batch_size {size}, with which the run began, does not divide its rows over {devices}")
     device = next((x for x in mesh.devices.flat if x.process_index == jax.process_index()), mesh.devices.flat[0])
     if device.platform not in PLATFORMS:
         return config, {}
@@ -84,6 +87,15 @@ def settled(
     finally:
         stage.close()
     return dataclasses.replace(config, micro_batch_size=rows), programs
+
+
+def _is_even(config: StageConfig, devices: int) -> bool:
+    """Whether micro-batches of the config divide its minibatch, and spread evenly over the devices."""
+    try:
+        batch_sizes.check_devices(config, devices)
+    except UserError:
+        return False
+    return not any(config.problems())
 
 
 def by_memory(
@@ -121,18 +133,17 @@ def by_memory(
     rows, needs = largest(sizes, config.micro_batch_size, usable, lambda rows: measure("update", rows))
     fits = needs[rows].peak <= usable
     forward = ""  # its log-probabilities and values are computed in micro-batches too
-    while fits and isinstance(config, PolicyConfig) and rows > sizes[0]:
-        if (need := measure("experience", rows)).peak <= usable:
-            break
-        forward = f", experience {_text(need.peak)} with {rows}"
-        rows = sizes[sizes.index(rows) - 1]
+    while fits and isinstance(config, PolicyConfig) and (need := measure("experience", rows)).peak > usable:
+        forward, fits = f", experience {_text(need.peak)} with {rows}", rows > sizes[0]
+        rows = sizes[max(sizes.index(rows) - 1, 0)]
 
     where = f"{device.device_kind} ({bytes_text(usable)}, {USABLE:g} of the memory of a run)"
     needed = f"the update needs {_said(rows, needs)}"
     if not fits:
+        smallest, phase = dataclasses.replace(config, micro_batch_size=rows), "experience" if forward else "update"
         log(
-            f"micro_batch_size {rows}: the smallest, and it does NOT fit {where}: {needed}. "
-            f"{out_of_memory.what_needs_less(dataclasses.replace(config, micro_batch_size=rows), 'update')}"
+            f"micro_batch_size {rows}: the smallest, and it does NOT fit {where}: {needed}{forward}. "
+            f"{out_of_memory.what_needs_less(smallest, phase)}"
         )
     elif rows == sizes[-1]:
         log(f"micro_batch_size {rows}: the whole minibatch fits {where}: {needed}")

@@ -155,6 +155,10 @@ def test_forward_passes_before_the_update_must_fit_too(monkeypatch):
     monkeypatch.setattr(memory, "programs", large_experience)
     size, line = chosen(CONFIGS["ppo"], 40 * 2**30)  # 36 GiB
     assert size == 4 and line.endswith(", experience 64.0 GiB with 8")
+    size, line = chosen(CONFIGS["ppo"], 4 * 2**30)
+    assert (
+        size == 1 and "does NOT fit cpu (3.6 GiB, " in line and ", experience 8.0 GiB with 1. Use more devices" in line
+    )
 
 
 def test_what_says_how_rows_are_cut_stays(tmp_path):
@@ -224,7 +228,7 @@ def test_a_run_records_its_size_and_a_resume_takes_it_without_a_search(accelerat
     accelerator.setattr(micro_batches, "by_memory", lambda *_: (2, {}))
     assert run(folder) == 2
     said = capsys.readouterr().out
-    assert "sft: micro_batch_size 3, with which the run began, does not spread over 1 devices" in said
+    assert "sft: micro_batch_size 3, with which the run began, does not divide its rows over 1 device\n" in said
     assert "sft: changed since the run began: micro_batch_size: 3 -> 2" in said
 
 
