@@ -8,16 +8,17 @@ import sys
 from collections.abc import Sequence
 
 import jax
+from jax.sharding import Mesh
 
-from rlhf_jax.config import batch_sizes, command_line, resolve, stages_of
+from rlhf_jax.config import StageConfig, batch_sizes, command_line, resolve, stages_of
 from rlhf_jax.config.check import check
-from rlhf_jax.dry_run import memory, report
+from rlhf_jax.dry_run import memory, micro_batches, report
 from rlhf_jax.errors import UserError
 from rlhf_jax.models.placement import AbstractWeights
 from rlhf_jax.parallel import jax_settings, platforms, xla_flags
 from rlhf_jax.parallel.compile_ahead import CompileAhead, can_foresee
 from rlhf_jax.runtime import compile_cache
-from rlhf_jax.stages import open_stage
+from rlhf_jax.stages import Stage, open_stage
 
 USAGE = """usage: rlhf-jax compile --config CONFIG [--out DIR] [--OPTION VALUE ...]
 
@@ -52,6 +53,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
+def open_abstract(config: StageConfig, mesh: Mesh) -> Stage:
+    """The stage of a config with shapes in place of params."""
+    return open_stage(config, weights=AbstractWeights(mesh))
+
+
 @jax_settings.pinned()
 def compile_run(config, out: str | None) -> None:
     """Compiles the stages of a config.
@@ -81,8 +87,11 @@ def compile_run(config, out: str | None) -> None:
         if not can_foresee(mesh):
             print(f"{name}: left out, since a run compiles when it calls on a mesh of tensor alone", flush=True)
             continue
-        opened = open_stage(stage, weights=AbstractWeights(mesh))
-        seconds = CompileAhead(functools.partial(opened.trace_programs, first_batch=True), mesh).finish()
+        stage, _ = micro_batches.settled(
+            stage, open_abstract, lambda line, name=name: print(f"{name}: {line}", flush=True)
+        )
+        opened = open_abstract(stage, mesh)
+        seconds = CompileAhead(functools.partial(opened.trace_programs, rows="first"), mesh).finish()
         opened.close()
         each = ", ".join(f"{program} {took:.1f} s" for program, took in seconds.items())
         print(f"{name}: compiled {each}", flush=True)

@@ -35,10 +35,11 @@ from rlhf_jax.config import (
 )
 from rlhf_jax.config import files as config_files
 from rlhf_jax.config.check import check
-from rlhf_jax.dry_run import report, topologies
+from rlhf_jax.dry_run import micro_batches, report, topologies
 from rlhf_jax.errors import UserError
 from rlhf_jax.evaluate import compare
 from rlhf_jax.metrics import logger as metrics_logger
+from rlhf_jax.models.placement import AbstractWeights
 from rlhf_jax.parallel import jax_settings, multihost, platforms, xla_flags
 from rlhf_jax.runtime import (
     compile_cache,
@@ -171,8 +172,9 @@ def run(
         if not config.dry_run:
             multihost.from_first(lambda stage=stage, name=name: hub_upload.repository(stage, name))
     objects = {"train_dataset": train_dataset, "eval_dataset": eval_dataset}
-    objects["reward_funcs"] = [reward_funcs] if callable(reward_funcs) else reward_funcs
-    objects |= {"tools": tools, "environment_factory": environment_factory}
+    # Lists, since a stage may be opened twice.
+    objects["reward_funcs"] = [reward_funcs] if callable(reward_funcs) else reward_funcs and list(reward_funcs)
+    objects |= {"tools": tools and list(tools), "environment_factory": environment_factory}
     objects = {name: value for name, value in objects.items() if value is not None}
     is_pipeline = isinstance(config, Pipeline)
     if is_pipeline and objects:
@@ -232,19 +234,28 @@ def train_stage(
       optimizer, callbacks, recipe: as `run`.
       later: the stages of the pipeline after it.
     """
-    name, options = stage_name(config), saved_options(config)
+    name = stage_name(config)
     if config.dry_run:
         report.show(config, log)  # on every process: one that waited for the first would give up after a minute
         return Result(config.run_dir, {}, {})
 
     # --- a finished stage is not run again
-    claim = folder_claim(config)
-    finished = multihost.from_first(lambda: run_folders.check(*claim))
+    finished = multihost.from_first(lambda: run_folders.check(*folder_claim(config)))
     if finished is not None:
         log(f"{name}: {config.run_dir} is finished (update {finished['step']}); nothing to do")
         paths = finished["paths"].items()  # the folder may have been moved
         paths = {model: os.path.join(config.run_dir, os.path.basename(path)) for model, path in paths}
         return Result(config.run_dir, finished["metrics"], paths)
+
+    # --- micro-batches as large as memory allows, or those that the run began with
+    date = multihost.from_first(lambda: run_folders.template_date(config.run_dir))
+    opened_with = {**objects, "optimizer": optimizer, "template_date": date}
+    config, _ = micro_batches.settled(
+        config,
+        lambda config, mesh: open_stage(config, **opened_with, weights=AbstractWeights(mesh)),
+        lambda line: log(f"{name}: {line}"),
+    )
+    claim, options = folder_claim(config), saved_options(config)
     for line in multihost.from_first(lambda: run_folders.changes(config.run_dir, options)):
         log(f"{name}: changed since the run began: {line}")
     surroundings = environment.environment()
@@ -254,9 +265,8 @@ def train_stage(
     with contextlib.ExitStack() as stack:
         # --- open data and models, then the folder: a run that cannot start leaves nothing behind
         with out_of_memory.translate_errors(config, lambda: "loading"):
-            date = multihost.from_first(lambda: run_folders.template_date(config.run_dir))
             ahead = jax.process_count() == 1  # processes that compile in another order could wait for each other
-            stage = open_stage(config, **objects, optimizer=optimizer, template_date=date, compile_ahead=ahead)
+            stage = open_stage(config, **opened_with, compile_ahead=ahead)
         stack.callback(stage.close)
         warnings = batch_sizes.check_rows(config, stage.rows)
         stage.train_data.batch(config.seed, 0, stage.rows_per_update)  # refuses too few rows

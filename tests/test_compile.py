@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from rlhf_jax import compile as command
+from rlhf_jax.dry_run import micro_batches
 from tests.helpers.children import QUICK
 from tests.helpers.paths import ROOT
 
@@ -85,3 +86,21 @@ def test_the_flags_are_those_of_the_run(monkeypatch, tmp_path):
         words = ["--config", "tldr_sft.py", "--deterministic", deterministic, "--out", str(tmp_path)]
         assert command.main(words) == 0
         assert ("xla_gpu_autotune_level=0" in os.environ["XLA_FLAGS"]) == (deterministic == "true")
+
+
+def test_micro_batches_are_those_of_the_run(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(command.compile_cache, "enable", lambda place: place)
+    monkeypatch.setattr(micro_batches, "PLATFORMS", ("cpu",))
+    config = tmp_path / "sft.py"
+    config.write_text(
+        "from tests.helpers import runs\n\n\n"
+        f"def get_config(variant=None):\n    return runs.sft_config({str(tmp_path / 'run')!r})\n"
+    )
+    for capacity, said in (
+        (2**40, "8: the whole minibatch fits cpu (921.6 GiB"),
+        (2**10, "1: the smallest, and it does NOT"),
+    ):
+        monkeypatch.setattr(micro_batches.topologies, "capacity", lambda device, capacity=capacity: capacity)
+        assert command.main(["--config", str(config), "--out", str(tmp_path / "out")]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        assert lines[0].startswith(f"sft: micro_batch_size {said}") and lines[1].startswith("sft: compiled update ")

@@ -26,8 +26,9 @@ class BatchOptions(Options):
     micro_batch_size: PositiveInt | None = option(
         None, resume="rounding", lowers={"score": 2, "experience": 2, "update": 1, "evaluation": 2}
     )
-    """Rows per forward and backward pass, over all devices; default: as many as make 2,048 tokens on a CPU, 16,384 on
-    another device. Never changes the result."""
+    """Rows per forward and backward pass, over all devices; default: on a CPU as many as make 2,048 tokens, on GPUs and
+    TPUs the most whose compiled update fits the memory (docs/scaling.md). A resume keeps them. Never changes the
+    result."""
     num_train_epochs: PositiveFloat = 1.0
     """Epochs over the data."""
 

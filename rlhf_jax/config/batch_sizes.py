@@ -123,12 +123,26 @@ OTHER_MICRO_TOKENS = 16384
 """Padded tokens per device of an automatic micro-batch: on a CPU (few, for its caches), on any other device."""
 
 
+def leaves_micro_batches_open(config: StageConfig) -> bool:
+    """Whether the options say nothing of micro-batches, and any size has the same loss."""
+    sizes = config.micro_batch_size, config.micro_batch_tokens
+    return sizes == (None, None) and not config.depends_on_micro_batching
+
+
+def even_sizes(config: StageConfig, row_shards: int) -> list[int]:
+    """The micro-batch sizes that cut a minibatch into whole groups and spread evenly over `row_shards` devices,
+    ascending; the whole minibatch alone if none do."""
+    unit = row_shards * config.num_generations  # a group stays in one micro-batch
+    minibatch = batch_arithmetic(config).minibatch
+    return [rows for rows in range(unit, minibatch + 1, unit) if minibatch % rows == 0] or [minibatch]
+
+
 def for_devices(config: ConfigT, row_shards: int, platform: str) -> ConfigT:
     """The config with what its devices decide where it is None.
 
-    micro_batch_size: the largest divisor of the minibatch that spreads evenly over the devices and has at most
-    MICRO_TOKENS tokens. It stays None (the whole minibatch) with micro_batch_tokens, or if it would change the loss
-    (loss_aggregation token_mean_micro).
+    micro_batch_size: the largest of `even_sizes` with at most MICRO_TOKENS tokens; a run on GPUs or TPUs has set it by
+    memory before (`dry_run.micro_batches`). It stays None (the whole minibatch) with micro_batch_tokens, or if it would
+    change the loss (loss_aggregation token_mean_micro).
 
     gradient_checkpointing: policy dots on GPUs, where writing and reading what a scan saves of each layer takes longer
     than computing most of it again; on CPUs and TPUs it does not (docs/benchmarks.md, "Predicted beside measured").
@@ -142,15 +156,11 @@ def for_devices(config: ConfigT, row_shards: int, platform: str) -> ConfigT:
         config = dataclasses.replace(
             config, gradient_checkpointing=platform == "gpu", gradient_checkpointing_policy=policy
         )
-    if config.micro_batch_size is not None or config.depends_on_micro_batching:
+    if not leaves_micro_batches_open(config):
         return config
-    if config.micro_batch_tokens is not None:
-        return config
-    unit = row_shards * config.num_generations  # a group stays in one micro-batch
     most = MICRO_TOKENS.get(platform, OTHER_MICRO_TOKENS) * row_shards // config.tokens_per_row
-    minibatch = batch_arithmetic(config).minibatch
-    fitting = [rows for rows in range(unit, minibatch + 1, unit) if minibatch % rows == 0 and rows <= max(most, unit)]
-    return dataclasses.replace(config, micro_batch_size=max(fitting, default=minibatch))
+    sizes = even_sizes(config, row_shards)
+    return dataclasses.replace(config, micro_batch_size=max((n for n in sizes if n <= most), default=sizes[0]))
 
 
 def check_rows(config: StageConfig, n_rows: int) -> list[str]:

@@ -163,12 +163,18 @@ class Batched(Generic[Batch]):
     """The fields with an element for each row."""
     encoder: ClassVar[Callable[..., tuple[Any, Any]]]
     """(Rows, options, Tokenizer, ImageProcessor or None) -> (Rows in the house's form, `tokenized.Encoder`)"""
+    buckets: tuple[int, ...]
     report: DataReport
     shuffle = True
     known_fingerprint: str | None = None
     """Kept with cached tokens."""
     shares: Order | None = None
     """The order of the rows of a mixture with weights."""
+
+    @property
+    def widest(self) -> int:
+        """Columns of a batch with the longest row."""
+        return bucket(self.report.longest, self.buckets)
 
     def _make_batch(self, rows: np.ndarray, local: np.ndarray | slice) -> Batch:
         """The batch of row indices `rows`, of which only `rows[local]` are prepared."""

@@ -69,6 +69,11 @@ class PackedDemoData(DemoRows):
     def __len__(self) -> int:
         return len(self.packs)
 
+    @property
+    def widest(self) -> int:
+        """Columns of every batch."""
+        return self.width
+
     def _make_batch(self, rows: np.ndarray, local: np.ndarray | slice) -> DemoBatch:
         """The loss mask has the tokens that a demonstration by itself would be trained on, so prompt lengths are 0."""
         packs = [self.packs[i] for i in rows[local]]

@@ -88,9 +88,8 @@ class PromptData(batches.Batched[PromptBatch]):
         """tokens [H, C] int32, lengths [H] int32, rows [B] int32 of the full batch. C is the same for all batches, so
         that each program compiles once."""
         chosen = [self.tokens[i] for i in rows[local]]
-        width = batches.bucket(self.report.longest, self.buckets)
         images = None if self.images is None else self.images.batch(rows[local])
-        tokens = batches.pad_left(chosen, width, self.pad_id)
+        tokens = batches.pad_left(chosen, self.widest, self.pad_id)
         start = None if self.starts is None else self.starts[rows[local]]
         return PromptBatch(tokens, batches.lengths_of(chosen), rows.astype(np.int32), images, start)
 

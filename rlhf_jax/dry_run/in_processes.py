@@ -11,7 +11,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent import futures
 from pathlib import Path
 
@@ -29,12 +29,15 @@ def can_compile(config: StageConfig) -> bool:
     return type(config).__module__.startswith("rlhf_jax.")
 
 
-def programs(config: StageConfig, on_compiled: Callable[[Program], None]) -> list[Program]:
+def programs(
+    config: StageConfig, on_compiled: Callable[[Program], None], compiled_before: Mapping[str, Program] = {}
+) -> list[Program]:
     """As `memory.programs` of the stage of a config, without what was traced and compiled.
 
     Args:
       config: a stage's, with a topology.
       on_compiled: called with each program, in their order, as soon as it and those before it are compiled.
+      compiled_before: programs that need not be compiled again, by name.
 
     Raises:
       RuntimeError: a process failed; with what it said.
@@ -42,9 +45,10 @@ def programs(config: StageConfig, on_compiled: Callable[[Program], None]) -> lis
     names = OF_ROLLOUTS if isinstance(config, PolicyConfig) else ("update",)
     compiled = []
     with futures.ThreadPoolExecutor(min(len(names), os.cpu_count() or 1)) as pool:
-        begun = {name: pool.submit(in_process, config, name) for name in LONGEST_FIRST if name in names}
+        to_compile = [name for name in LONGEST_FIRST if name in names and name not in compiled_before]
+        begun = {name: pool.submit(in_process, config, name) for name in to_compile}
         for name in names:
-            if (program := begun[name].result()) is not None:
+            if (program := compiled_before.get(name) or begun[name].result()) is not None:
                 compiled.append(program)
                 on_compiled(program)
     return compiled

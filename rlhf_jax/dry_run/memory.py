@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import io
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent import futures
 from typing import Any
 
@@ -27,6 +27,7 @@ from rlhf_jax.models.placement import AbstractWeights
 from rlhf_jax.parallel import compile_ahead, sharding
 from rlhf_jax.stages import ALGORITHMS, open_stage, rollout_models, sft
 from rlhf_jax.stages.open_models import Source
+from rlhf_jax.stages.stage import Rows
 
 
 def stage_mesh(config: StageConfig) -> Any:
@@ -122,6 +123,10 @@ def programs(
     only: Sequence[str] = (),
     compile_fn: Callable[..., Program] | None = None,
     at_once: int = 1,
+    rows: Rows = "allowed",
+    micro_batch_size: int | None = None,
+    to_disk: bool = False,
+    compiled_before: Mapping[str, Program] = {},
 ) -> list[Program]:
     """The programs of an update, compiled.
 
@@ -132,6 +137,9 @@ def programs(
       compile_fn: (name, traced, bytes that are no arguments) -> Program; default: `compiling.compile_for` of the
         stage's devices.
       at_once: programs that are compiled at a time; with 1 a program is traced when the one before it is compiled.
+      rows, micro_batch_size: as `Stage.trace_programs`.
+      to_disk: whether jax's cache on disk keeps them, for a run to find.
+      compiled_before: programs of this stage that need not be compiled again, by name.
 
     Returns:
       A Program each, in the order of an update.
@@ -146,7 +154,7 @@ def programs(
         on_compiled(compiled[-1])
 
     def compile_one(name: str, traced: Any, other_resident: int) -> Program:
-        program = compile_fn(name, traced, other_resident)
+        program = compiled_before.get(name) or compile_fn(name, traced, other_resident)
         if program.refused:
             return program
         # XLA counts no arguments that a program does not read.
@@ -162,9 +170,10 @@ def programs(
             raise _Enough
         return compile_ahead.result_shapes(traced.out_info, stage.mesh)
 
-    with compiling.no_disk_cache(), futures.ThreadPoolExecutor(at_once) as pool:
+    cache = contextlib.nullcontext() if to_disk else compiling.no_disk_cache()
+    with cache, futures.ThreadPoolExecutor(at_once) as pool:
         with contextlib.suppress(_Enough):
-            stage.trace_programs(build)
+            stage.trace_programs(build, rows=rows, micro_batch_size=micro_batch_size)
         while pending:
             take_first()
     return compiled

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from rlhf_jax import storage
 from rlhf_jax.config import PolicyConfig, StageConfig, batch_sizes, stage_name
 from rlhf_jax.config import files as config_files
-from rlhf_jax.dry_run import hlo, in_processes, memory, roofline, topologies
+from rlhf_jax.dry_run import hlo, in_processes, memory, micro_batches, roofline, topologies
 from rlhf_jax.dry_run.compiling import Program
 from rlhf_jax.parallel import peaks, sharding
 from rlhf_jax.runtime import out_of_memory
@@ -28,7 +28,9 @@ def missing_start(config: StageConfig) -> str | None:
     return starts[0] if starts and stage == stage_name(config) else None
 
 
-def show_memory(config: StageConfig, mesh: Any, log: Callable[[str], None]) -> None:
+def show_memory(
+    config: StageConfig, mesh: Any, log: Callable[[str], None], compiled_before: Mapping[str, Program]
+) -> None:
     """Logs the parameters of each model, each device's memory between and during programs, and whether it fits."""
     if (path := missing_start(config)) is not None:
         return log(f"memory: unknown until {path} exists")
@@ -50,10 +52,11 @@ def show_memory(config: StageConfig, mesh: Any, log: Callable[[str], None]) -> N
         log(f"  {'cache':<12} {bytes_text(memory.cache_bytes(stage)):>12} of keys and values, during generation")
     log(f"during each program, compiled for {device.device_kind}, which can take minutes")
     if topologies.described_tpu(device) and in_processes.can_compile(config):
-        programs = in_processes.programs(config, lambda program: log(program_line(program)))
+        programs = in_processes.programs(config, lambda program: log(program_line(program)), compiled_before)
     else:
         at_once = min(4, os.cpu_count() or 1)
-        programs = memory.programs(stage, lambda program: log(program_line(program)), at_once=at_once)
+        options = {"at_once": at_once, "compiled_before": compiled_before}
+        programs = memory.programs(stage, lambda program: log(program_line(program)), **options)
     for line in (*communication_lines(programs, mesh, config), *time_lines(programs, mesh, config)):
         log(line)
     if topologies.compiler_options(device):
@@ -167,8 +170,7 @@ def verdict(config: StageConfig, programs: Sequence[Program], limit: int | None)
         problem = f"peak {bytes_text(highest.peak)} of {bytes_text(limit)} per device, in {highest.name}"
         if highest.peak <= limit:
             return f"memory: fits: {problem}"
-    options = out_of_memory.lowers(config, highest.name) + ([] if config.use_peft else ["use_peft (now False)"])
-    return f"memory: does NOT fit: {problem}. Use more devices; options that need less: {', '.join(options)}"
+    return f"memory: does NOT fit: {problem}. {out_of_memory.what_needs_less(config, highest.name)}"
 
 
 def show(config: StageConfig, log: Callable[[str], None] = print) -> None:
@@ -183,6 +185,9 @@ def show(config: StageConfig, log: Callable[[str], None] = print) -> None:
     mesh = memory.stage_mesh(config)
     log(config_files.to_json(config))
     device = mesh.devices.flat[0]
+    programs: dict[str, Program] = {}
+    if missing_start(config) is None:
+        config, programs = micro_batches.settled(config, memory.abstract_stage, log)
     config = batch_sizes.for_devices(config, sharding.row_shards(mesh), device.platform)
     for line in batch_sizes.batch_lines(config):
         log(line)
@@ -190,5 +195,5 @@ def show(config: StageConfig, log: Callable[[str], None] = print) -> None:
     where = f" of {config.topology}, described" if config.topology else ""
     devices = f"{mesh.size} {device.platform} device{'s' if mesh.size > 1 else ''}{where}"
     log(f"mesh: {axes} ({devices}), jax {jax.__version__}")
-    show_memory(config, mesh, log)
+    show_memory(config, mesh, log, programs)
     log(f"compute {jnp.dtype(config.dtype).name}; dry run: nothing was loaded or written")

@@ -53,6 +53,12 @@ def message(config, phase: str, error: str) -> str:
     )
 
 
+def what_needs_less(config, phase: str) -> str:
+    """What to change where a phase does not fit, by a compiled program."""
+    options = lowers(config, phase) + ([] if config.use_peft else ["use_peft (now False)"])
+    return f"Use more devices; options that need less: {', '.join(options)}"
+
+
 def lowers(config, phase: str) -> list[str]:
     """The options that lower the memory of a phase, with their values, the cheapest first."""
     no_help = set() if config.use_peft else set(_QUANTIZED)

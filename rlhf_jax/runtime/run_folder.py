@@ -446,11 +446,18 @@ def _write_errors(path: str):
 
 def changes(run_dir: str, config: dict[str, Any], may_differ: Collection[str] | None = None) -> list[str]:
     """Options in which a config differs from that of the run in a folder, a line each; see `differences`."""
+    if (old := recorded_options(run_dir)) is None:
+        return []
+    folder = RunFolder(storage.absolute(run_dir))
+    return differences(old, config, may_differ, _same_files(folder, old, config))
+
+
+def recorded_options(run_dir: str) -> dict[str, Any] | None:
+    """config.json of the run in a folder; None of a run without progress."""
     folder = RunFolder(storage.absolute(run_dir))
     if not storage.exists(folder.config) or not folder.has_progress():
-        return []
-    old = _config_of(folder, run_dir)
-    return differences(old, config, may_differ, _same_files(folder, old, config))
+        return None
+    return _config_of(folder, run_dir)
 
 
 def environment_changes(run_dir: str, environment: dict[str, str]) -> list[str]:

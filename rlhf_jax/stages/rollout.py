@@ -33,7 +33,7 @@ from rlhf_jax.stages.guide import open_guide
 from rlhf_jax.stages.open_models import Source
 from rlhf_jax.stages.open_tools import open_tools
 from rlhf_jax.stages.programs import Programs, prompt_width, sampling_of
-from rlhf_jax.stages.stage import Stage
+from rlhf_jax.stages.stage import Rows, Stage
 from rlhf_jax.stages.stage_context import StageContext, input_fingerprints, state_shardings
 from rlhf_jax.stages.turns import respond, update_label
 from rlhf_jax.stages.work import Shape, Work, rollout_work
@@ -435,16 +435,17 @@ class RolloutStage(Stage):
             frozen["reward" if number == 1 else f"reward {number}"] = reader.params
         return frozen
 
-    def trace_programs(self, build, *, first_batch: bool = False) -> None:
+    def trace_programs(self, build, *, rows: Rows = "allowed", micro_batch_size: int | None = None) -> None:
         """As `Stage.trace_programs`."""
-        if first_batch:
-            prompts = self._prompts(0)
-            width, images = prompts.tokens.shape[1], prompts.images
-        else:
-            width = prompt_width(self.config)
-            images = None if self.train_data.images is None else self.train_data.images.batch([0])
+        programs = self.programs.replace(run=build)
+        if micro_batch_size is not None:
+            config = dataclasses.replace(self.config, micro_batch_size=micro_batch_size)
+            # By dataclasses, without the jitted functions of the other config.
+            programs = dataclasses.replace(programs, context=dataclasses.replace(self.context, config=config))
+        width = prompt_width(self.config) if rows == "allowed" else self.train_data.widest
+        images = None if self.train_data.images is None else self.train_data.images.batch([0])
         reward_params = [reader.params for reader in self.scorer.models]
-        self._trace(self.programs.replace(run=build), self.state, reward_params, width, images)
+        self._trace(programs, self.state, reward_params, width, images)
 
     def _trace(
         self, programs: Programs, state: TrainState, reward_params: list[Params], width: int, images: Images | None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from rlhf_jax.config import StageConfig
 from rlhf_jax.parallel.compile_ahead import CompileAhead
@@ -10,6 +10,9 @@ from rlhf_jax.runtime.stopping import Tick, no_tick
 from rlhf_jax.stages.evaluator import Completions
 from rlhf_jax.stages.work import Work
 from rlhf_jax.types import Array, TrainState
+
+Rows = Literal["allowed", "longest", "first"]
+"""What decides the lengths that programs are traced for: see `Stage.trace_programs`."""
 
 
 class Stage:
@@ -114,13 +117,14 @@ class Stage:
         """Params of the models that are never trained, by name."""
         raise NotImplementedError
 
-    def trace_programs(self, build: Any, *, first_batch: bool = False) -> None:
+    def trace_programs(self, build: Any, *, rows: Rows = "allowed", micro_batch_size: int | None = None) -> None:
         """An update on shapes: each program goes, with its arguments, to `build` in place of
         `compile_ahead.run_program`, which returns the shapes of its results.
 
         Args:
           build: see `dry_run.memory` and `CompileAhead`.
-          first_batch: for the first update's batch; else for rows of the maximum length.
+          rows: as long as the options allow, as the longest of the training data, or as those of the first batch.
+          micro_batch_size: in place of the config's.
         """
         raise NotImplementedError
 

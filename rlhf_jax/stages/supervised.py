@@ -23,7 +23,7 @@ from rlhf_jax.runtime.stopping import Tick, no_tick
 from rlhf_jax.stages import adapters, export, open_models
 from rlhf_jax.stages.algorithm_registry import Algorithm
 from rlhf_jax.stages.open_models import Source
-from rlhf_jax.stages.stage import Stage
+from rlhf_jax.stages.stage import Rows, Stage
 from rlhf_jax.stages.stage_context import (
     StageContext,
     input_fingerprints,
@@ -152,7 +152,7 @@ class SupervisedStage(Stage):
             self.close()
             raise
         if not same_structure(foreseen, self.state):
-            self.update_step = self._jitted(self.state)
+            self.update_step = self._jitted(self.state, self.config)
         self.measure = algorithm.build_measure(self)
         self.phase = "update"
         self._margins: dict[str, Any] = {}  # of each evaluation set of pairs, in the last evaluation
@@ -223,7 +223,7 @@ class SupervisedStage(Stage):
         """Begins to compile the update, for params that are not loaded yet; returns the shapes of its state."""
         context = dataclasses.replace(self.context, weights=AbstractWeights(self.mesh))
         network, state = self._load(context, model)
-        self.update_step = self._jitted(state)
+        self.update_step = self._jitted(state, self.config)
         arguments = state, network, self._batch_shapes(None), self.optimizer.peaks
         self.compiling = CompileAhead(lambda build: build("update", self.update_step, *arguments), self.mesh)
         self.run = self.compiling.run
@@ -231,13 +231,13 @@ class SupervisedStage(Stage):
 
     # --- an update
 
-    def _jitted(self, state: TrainState) -> Any:
+    def _jitted(self, state: TrainState, config: SupervisedConfig) -> Any:
         """The update, with the shardings of `state`."""
-        return jax.jit(self._update_fn(), donate_argnums=0, out_shardings=(state_shardings(state), None))
+        return jax.jit(self._update_fn(config), donate_argnums=0, out_shardings=(state_shardings(state), None))
 
-    def _update_fn(self):
+    def _update_fn(self, config: SupervisedConfig):
         """(TrainState, Network, batch, peaks of the learning rate) -> (TrainState, metrics), pure."""
-        config, rows, with_peaks = self.config, self.rows, self.optimizer.with_peaks
+        rows, with_peaks = self.rows, self.optimizer.with_peaks
 
         def update_step(state: TrainState, network: Network, batch: Any, peaks: tuple[Any, ...]):
             optimizer = with_peaks(peaks)
@@ -309,11 +309,14 @@ class SupervisedStage(Stage):
         """As `Stage.frozen`."""
         return {} if self.network.base is None else {"base": self.network.base}
 
-    def trace_programs(self, build, *, first_batch: bool = False) -> None:
+    def trace_programs(self, build, *, rows: Rows = "allowed", micro_batch_size: int | None = None) -> None:
         """As `Stage.trace_programs`."""
-        resident = self.state, self.network
-        batch = self._batch_shapes(None if first_batch else self.config.max_length)
-        build("update", self.update_step, *resident, batch, self.optimizer.peaks, resident=resident)
+        resident, update_step = (self.state, self.network), self.update_step
+        if micro_batch_size is not None:
+            update_step = self._jitted(self.state, dataclasses.replace(self.config, micro_batch_size=micro_batch_size))
+        columns = self.config.max_length if rows == "allowed" else None
+        batch = self._batch_shapes(self.train_data.widest if rows == "longest" else columns)
+        build("update", update_step, *resident, batch, self.optimizer.peaks, resident=resident)
 
     def _batch_shapes(self, columns: int | None) -> Any:
         """Shapes of a batch whose rows have this many columns; None: those of the first batch."""

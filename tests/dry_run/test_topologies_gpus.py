@@ -7,7 +7,7 @@ import pytest
 
 from rlhf_jax import train
 from rlhf_jax.config import GRPOConfig, PPOConfig, RewardConfig, RLOOConfig, SFTConfig
-from rlhf_jax.dry_run import hlo, memory, topologies
+from rlhf_jax.dry_run import hlo, memory, micro_batches, topologies
 from rlhf_jax.parallel import sharding
 from tests.helpers import collectives, skipped_steps
 
@@ -132,3 +132,15 @@ def test_a_decode_step_on_gpus_sends_activations_and_never_weights(sent, mesh):
     program, needs = sent[mesh]["generate"], collectives.decode_needs(*mesh)
     assert program["gathers"] == 0
     assert needs <= program["step"] < 1.2 * needs + 4 * collectives.ROWS + 16
+
+
+def test_micro_batches_are_the_largest_that_fit_a_gpu(monkeypatch):
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.00011")  # 9.3 MB
+    config, lines = RLOOConfig(**{**POLICY, "micro_batch_size": None}, num_generations=2, topology="h100:1"), []
+    config = dataclasses.replace(config, dry_run=True, response_length=64)
+    chosen, programs = micro_batches.settled(config, memory.abstract_stage, lines.append)
+    size, usable = chosen.micro_batch_size, micro_batches.USABLE * 0.00011 * topologies.GPUS["h100"].memory
+    assert 2 <= size < 16 and lines[0].startswith(f"micro_batch_size {size}: the largest that fits NVIDIA H100")
+    (above,) = memory.programs(stage_of(config), only=("update",), micro_batch_size=2 * size)
+    assert programs["update"].peak <= usable < above.peak
+    assert programs["experience"].peak <= usable

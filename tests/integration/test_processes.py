@@ -98,13 +98,20 @@ def get_config(variant):
     # The reward model of RLOO reads text, with a tokenizer of its own.
     reads = dict(reward_model_path="REWARD", reward_input="text")
     rloo = RLOOConfig(sft_model_path=None, num_generations=2, **reads, **START, **POLICY)
+    if variant == "memory":  # CPUs in place of accelerators, of which the second process has one without memory
+        import jax
+        from rlhf_jax.dry_run import micro_batches, topologies
+
+        micro_batches.PLATFORMS = ("cpu",)
+        topologies.capacity = lambda device: 2**10 if jax.process_index() else 2**40
+        return SFTConfig(model_name_or_path=None, **START, **{**SUPERVISED, "micro_batch_size": None})
     if variant == "ends":
         # In its second update: what would come after that, and another model, are not made.
         return dataclasses.replace(rloo, reward_model_path=None, dataset_test_split=None, num_sample_generations=0)
     return rloo
 
 
-VARIANTS = dict.fromkeys(("all", "rloo", "grpo", "tools", "partial", "ends"))
+VARIANTS = dict.fromkeys(("all", "rloo", "grpo", "tools", "partial", "memory", "ends"))
 """
 
 REWARDS = """
@@ -355,6 +362,14 @@ def test_how_processes_find_each_other_is_no_part_of_a_run(runs):
     assert not {"distributed", "num_processes", "process_id"} & set(kept)
     codes, texts = Started(runs, "two", "rloo", "--resume", "must").ends()
     assert codes == [0, 0] and "is finished (update 2); nothing to do" in texts[0]
+
+
+def test_all_processes_take_the_micro_batches_of_the_one_with_the_least_memory(folder):
+    codes, texts = Started(folder, "two", "memory").ends()
+    assert codes == [0, 0], texts
+    assert "sft: micro_batch_size 4: the smallest, and it does NOT fit cpu (0.9 KiB, " in texts[0]
+    assert "sft: gradient: 2 micro-batches of 4 rows per step" in texts[0]
+    assert json.loads((folder / "two" / "memory" / "config.json").read_text())["micro_batch_size"] == 4
 
 
 # --- when something goes wrong
