@@ -68,8 +68,8 @@ def unsupported(
         return f"it has no soft cap of the scores, and the model's attention_softcap is {config.attention_softcap:g}"
     if xla_flags.are_deterministic():
         return "XLA fails to compile its gradient among deterministic kernels (--deterministic or XLA_FLAGS)"
-    if jnp.dtype(dtype) != jnp.bfloat16:
-        return f"it computes in bfloat16, and --dtype is {jnp.dtype(dtype).name}"
+    if jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float16):
+        return f"it computes in float16 and bfloat16, and --dtype is {jnp.dtype(dtype).name}"
     return _refused_by_jax(config)
 
 

@@ -15,10 +15,11 @@ class ComputeOptions(Options):
     """How a model computes."""
 
     # --- precision and memory
-    dtype: Literal["float32", "bfloat16"] = option(
+    dtype: Literal["float32", "bfloat16", "float16"] = option(
         "float32", lowers={"loading": 3, "generate": 6, "score": 5, "experience": 5, "update": 5, "evaluation": 5}
     )
-    """Compute dtype; master weights and reductions stay float32."""
+    """Compute dtype; master weights and reductions stay float32. float16 costs what bfloat16 does, and sampler and
+    learner differ by a tenth as much; numbers above 65,504 overflow, as in some families (not on TPUs)."""
     attn_implementation: Literal["auto", "blocked", "cudnn", "splash"] = option("auto", rare=True, resume="rounding")
     """Attention over whole rows: blocked: in blocks of queries, compiled by XLA, on every device; cudnn: cuDNN's flash
     attention, on NVIDIA GPUs in bfloat16; splash: jax's Pallas kernel, on TPUs; auto: cudnn on Hopper (H100, H200)

@@ -276,6 +276,7 @@ class Device:
         (Device("gpu", "10.0"), {}, "blocked"),
         (Device("cpu"), {}, "blocked"),
         (Device("tpu"), {}, "blocked"),
+        (Device("gpu", "9.0"), {"dtype": "float16"}, "cudnn"),
         (Device("gpu", "9.0"), {"dtype": "float32"}, "blocked"),
         (Device("gpu", "9.0"), {"attention_softcap": 50.0}, "blocked"),
         (Device("gpu", "9.0"), {"attention_dropout": 0.1, "dropout": True}, "blocked"),
