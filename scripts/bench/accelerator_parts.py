@@ -273,6 +273,14 @@ def attention(args: argparse.Namespace) -> dict[str, Any]:
     return result
 
 
+def difference(args: argparse.Namespace) -> dict[str, Any]:
+    """Log-probabilities of sampler and learner in half precision, by part (see `difference`)."""
+    import difference
+
+    model, rows, length = shape_of(args)
+    return difference.measure(difference.random_case(model, rows, length // 2, 4 if args.small else 53))
+
+
 def timed_calls(function: Any, *args: Any) -> dict[str, float]:
     """Seconds of the first call, and milliseconds of one of ten calls in a row, the better of three."""
     import jax
@@ -295,6 +303,7 @@ PARTS = {
     "numbers": numbers,
     "greedy": greedy,
     "attention": attention,
+    "difference": difference,
     "resume": resume,
     "resume_deterministic": functools.partial(resume, deterministic=True),
 }
