@@ -201,10 +201,10 @@ def test_devices_compute_their_rows_and_heads():
 # --- compiled for accelerators
 
 
-def gradients(kernel, model, rows, length, **options):
-    """The program of attention and its gradient in bfloat16, and the shapes of its arguments."""
+def gradients(kernel, model, rows, length, dtype=jnp.bfloat16, **options):
+    """The program of attention and its gradient, and the shapes of its arguments."""
     config = model.family.decoder_config(model.config)
-    context = Context(config, jnp.bfloat16, model.layout, attn_implementation=kernel)
+    context = Context(config, dtype, model.layout, attn_implementation=kernel)
 
     def program(query, key, value, mask):
         attend = functools.partial(attention_kernels.row_attention, context, mask=mask, **options)
@@ -212,7 +212,7 @@ def gradients(kernel, model, rows, length, **options):
         return out, pull(out)
 
     heads = (config.num_attention_heads, context.held_heads, context.held_heads)
-    shapes = [jax.ShapeDtypeStruct((rows, length, h, config.head_dim), jnp.bfloat16) for h in heads]
+    shapes = [jax.ShapeDtypeStruct((rows, length, h, config.head_dim), dtype) for h in heads]
     return jax.jit(program), (*shapes, jax.ShapeDtypeStruct((rows, length), jnp.bool_))
 
 
@@ -231,6 +231,7 @@ def test_splash_has_a_lowering_for_tpus(size):
         ((1, 1, 1), {}, "ScaleBiasSoftmax"),
         ((2, 2, 2), {}, "ScaleBiasSoftmax"),
         ((1, 1, 1), {"start_at_0": True}, "Softmax"),
+        ((1, 1, 1), {"start_at_0": True, "dtype": jnp.float16}, "Softmax"),
         ((2, 2, 2), {"start_at_0": True, "window": 33}, "Softmax"),
     ],
     ids=str,
