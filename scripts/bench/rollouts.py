@@ -112,7 +112,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     sizes = [("rows", "responses of a rollout"), ("prompt_length", "tokens of a prompt; nano_vllm: at most")]
     for name, text in (*sizes, ("response_length", "most tokens of a response")):
         parser.add_argument(f"--{name}", type=int, help=f"{text}; default: the workload's")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
     parser.add_argument("--device", default="cpu", help="JAX's platform: cpu, cuda; default cpu")
     text = "fields of `generate.Decoding` for ours as JSON, such as '{\"shrink\": true}'; default: its defaults"
     parser.add_argument("--decoding", type=json.loads, default={}, metavar="JSON", help=text)
