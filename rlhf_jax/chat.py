@@ -48,7 +48,7 @@ class ChatOptions(Options):
     """Hub revision."""
     tokenizer: str | None = None
     """Folder or hub name, if the checkpoint has no tokenizer."""
-    dtype: Literal["float32", "bfloat16"] = option("float32", like=ComputeOptions)
+    dtype: Literal["float32", "bfloat16", "float16"] = option("float32", like=ComputeOptions)
     max_new_tokens: PositiveInt = 128
     """Maximum tokens of a response."""
     temperature: NonNegativeFloat = 0.7

@@ -63,7 +63,7 @@ def load_policy(
       path: a run's folder, a checkpoint's folder or a hub name; folders may be in a bucket.
       revision: of the hub.
       tokenizer: a folder or hub name, if the checkpoint has no tokenizer; 'synthetic' and 'arithmetic' are built in.
-      dtype: compute dtype, 'float32' or 'bfloat16'.
+      dtype: compute dtype, 'float32', 'bfloat16' or 'float16'.
       images: read a checkpoint of images and text with its vision tower; else as its text model.
 
     Returns:
@@ -103,8 +103,8 @@ class Policy:
     ):
         """`images` as `load_policy`. `weights`: loads them and has the mesh; default: a new mesh of all devices, on its
         axis `data`."""
-        if dtype not in ("float32", "bfloat16"):
-            raise UserError(f"dtype is {dtype!r}; it must be 'float32' or 'bfloat16'")
+        if dtype not in ("float32", "bfloat16", "float16"):
+            raise UserError(f"dtype is {dtype!r}; it must be 'float32', 'bfloat16' or 'float16'")
         self.path, self.revision = policy_folder(str(path)), revision
         self.weights = weights or Weights(sharding.make_mesh())
         self.mesh, self.dtype = self.weights.mesh, jnp.dtype(dtype)

@@ -158,27 +158,58 @@ class MicroBatches:
         """The tally of all micro-batches, of function: micro-batch -> Tally."""
         return self.fold(lambda micro: (function(micro), ()))[0]
 
-    def gradients(self, loss_fn: Callable, params: Params) -> tuple[Params, Tally, Any]:
+    def gradients(self, loss_fn: Callable, params: Params, scale: float = 1.0) -> tuple[Params, Tally, Any]:
         """Gradients of the sum of a loss over all micro-batches, accumulated in float32.
 
         Args:
           loss_fn: (params, micro-batch) -> (loss [], (Tally, outputs [m, ...])). It divides by counts of the whole
             batch itself, so that the sum is the batch's own gradient.
           params: what to differentiate.
+          scale: of `loss_scale`.
 
         Returns:
           (gradients, tally, outputs [M, ...])
         """
-        gradient = jax.grad(loss_fn, has_aux=True)
+        gradient = value_and_gradient(loss_fn, scale)
 
         def measured(micro: Any) -> tuple[Tally, Any]:
             # The gradient is taken within each branch: that of a switch keeps the residuals of all its branches.
-            grads, (tally, outputs) = gradient(params, micro)
+            (_, (tally, outputs)), grads = gradient(params, micro)
             return tally._replace(sums=(grads, tally.sums)), outputs
 
         tally, outputs = self.fold(measured)
         grads, sums = tally.sums
         return grads, tally._replace(sums=sums), outputs
+
+
+def loss_scale(dtype: str, terms: int) -> float:
+    """What a loss is multiplied by for its gradient: 1, but in float16, where numbers below 6e-8 are 0.
+
+    There it is a power of two of about the number of terms, so that the backward pass of a mean has the numbers of one
+    term, however many there are. It is fixed: a gradient above 65,504 is not finite, and its update is skipped.
+
+    Args:
+      dtype: compute dtype.
+      terms: tokens or rows that the loss is the mean of.
+    """
+    return 2.0 ** (terms.bit_length() - 1) if dtype == "float16" else 1.0
+
+
+def value_and_gradient(loss_fn: Callable, scale: float) -> Callable:
+    """`jax.value_and_grad` of (params, micro-batch) -> (loss [], auxiliary outputs), by the backward pass of `scale`
+    times the loss."""
+    if scale == 1.0:
+        return jax.value_and_grad(loss_fn, has_aux=True)
+
+    def scaled(params: Params, micro: Any) -> tuple[Array, Any]:
+        loss, outputs = loss_fn(params, micro)
+        return scale * loss, outputs
+
+    def function(params: Params, micro: Any) -> Any:
+        (loss, outputs), grads = jax.value_and_grad(scaled, has_aux=True)(params, micro)
+        return (loss / scale, outputs), jax.tree.map(lambda x: x / scale, grads)
+
+    return function
 
 
 def sorted_by(order: Array | None, rows: Any) -> Any:

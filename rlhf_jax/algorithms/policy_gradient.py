@@ -25,7 +25,7 @@ from rlhf_jax.algorithms.groups import (
     without_absent,
 )
 from rlhf_jax.algorithms.metrics import objective_metrics, reward_metrics, sampling_metrics
-from rlhf_jax.algorithms.microbatch import MicroBatches, Tally
+from rlhf_jax.algorithms.microbatch import MicroBatches, Tally, loss_scale, value_and_gradient
 from rlhf_jax.algorithms.networks import Models
 from rlhf_jax.algorithms.optimizer import Optimizer
 from rlhf_jax.algorithms.optimizer_options import OptimizerOptions
@@ -468,7 +468,7 @@ def minibatch_gradients(
     def loss(params: Params, micro: Experience) -> tuple[Array, tuple[Tally, dict[str, Array]]]:
         return objective.loss(models.with_trained(params), micro, counts, config, entropy_coef)
 
-    return parts.gradients(loss, params)
+    return parts.gradients(loss, params, loss_scale(config.dtype, minibatch.response.size))
 
 
 def update_parts(
@@ -676,8 +676,10 @@ def row_measures(
     def loss(params: Params, row: Experience) -> tuple[Array, Any]:
         return objective.loss(models.with_trained(params), row, counts, config, None)[0], ()
 
+    gradient = value_and_gradient(loss, loss_scale(config.dtype, rows.response.size))
+
     def measured(row: Experience) -> tuple[Tally, dict[str, Array]]:
-        (value, _), grads = jax.value_and_grad(loss, has_aux=True)(params, row)
+        (value, _), grads = gradient(params, row)
         norm = jnp.sqrt(sum(jnp.sum(jnp.square(x.astype(jnp.float32))) for x in jax.tree.leaves(grads)))
         return Tally(sums=grads), {"loss": value[None], "gradient_norm": norm[None]}
 

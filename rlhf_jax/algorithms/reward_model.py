@@ -156,7 +156,7 @@ def update(
         loss = jnp.sum(per_pair) / b
         return loss, (Tally({"loss": loss}), jax.lax.stop_gradient((chosen, rejected)))
 
-    grads, tally, (chosen, rejected) = parts.gradients(loss_fn, state.params)
+    grads, tally, (chosen, rejected) = parts.gradients(loss_fn, state.params, microbatch.loss_scale(config.dtype, b))
     state, step_metrics = nonfinite.single_step_update(
         optimizer,
         state,

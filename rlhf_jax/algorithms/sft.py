@@ -112,7 +112,7 @@ def update(
         loss = jnp.sum(jnp.where(mask, per_token, 0.0)) / count
         return loss, (Tally({"loss": loss}), ())
 
-    grads, tally, _ = parts.gradients(loss_fn, state.params)
+    grads, tally, _ = parts.gradients(loss_fn, state.params, microbatch.loss_scale(config.dtype, batch.tokens.size))
     state, step_metrics = nonfinite.single_step_update(
         optimizer,
         state,

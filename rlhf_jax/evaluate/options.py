@@ -97,7 +97,7 @@ class EvaluateConfig(ProcessOptions):
     """Seed of responses and bootstrap resamples."""
     batch_size: PositiveInt = 64
     """Responses generated and scored at a time, over all devices; does not change the results."""
-    dtype: Literal["float32", "bfloat16"] | None = option(None, like=ComputeOptions)
+    dtype: Literal["float32", "bfloat16", "float16"] | None = option(None, like=ComputeOptions)
 
     # --- rewards
     reward_model_path: str | None = None

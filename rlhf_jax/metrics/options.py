@@ -23,7 +23,7 @@ class AlarmOptions(Options):
     alarm_first_ratio: PositiveFloat | None = option(0.01, rare=True, resume="free")
     """Alarm if val/first_ratio_error is above this, with dtype float32."""
     alarm_first_ratio_bfloat16: PositiveFloat | None = option(0.5, rare=True, resume="free")
-    """The same with dtype bfloat16."""
+    """The same with dtype bfloat16 or float16."""
     alarm_reward_std: NonNegativeFloat | None = option(1e-6, rare=True, resume="free")
     """Alarm if the standard deviation of a batch's scores is at most this."""
     alarm_eos_share: Fraction | None = option(0.5, rare=True, resume="free")

@@ -71,8 +71,8 @@ def unsupported(
     if implementation == "splash":
         windows = set(config.layer_window)
         return "it takes one window for all layers, and the model's layers have several" if len(windows) > 1 else None
-    if jnp.dtype(dtype) != jnp.bfloat16:
-        return f"it computes in bfloat16, and --dtype is {jnp.dtype(dtype).name}"
+    if jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float16):
+        return f"it computes in bfloat16 and float16, and --dtype is {jnp.dtype(dtype).name}"
     if implementation == "tokamax":
         return _refused_by_tokamax(config, device)
     if config.attention_softcap is not None:

@@ -15,17 +15,18 @@ class ComputeOptions(Options):
     """How a model computes."""
 
     # --- precision and memory
-    dtype: Literal["float32", "bfloat16"] = option(
+    dtype: Literal["float32", "bfloat16", "float16"] = option(
         "float32", lowers={"loading": 3, "generate": 6, "score": 5, "experience": 5, "update": 5, "evaluation": 5}
     )
-    """Compute dtype; master weights and reductions stay float32."""
+    """Compute dtype; master weights and reductions stay float32. float16 has the bytes and FLOPs of bfloat16, and a
+    tenth of its difference between sampler and learner; numbers above 65,504 overflow; not on TPUs."""
     attn_implementation: Literal["auto", "blocked", "cudnn", "tokamax", "splash"] = option(
         "auto", rare=True, resume="rounding"
     )
     """Attention over whole rows: blocked: in blocks of queries, compiled by XLA, on every device; cudnn: cuDNN's flash
-    attention, on NVIDIA GPUs in bfloat16; tokamax: Tokamax's kernel, on Hopper GPUs in bfloat16, soft caps too; splash:
-    jax's Pallas kernel, on TPUs; auto: cudnn on an A100 and on Hopper (H100, H200) where it supports the model, else
-    blocked. Decoding is the same with all."""
+    attention, on NVIDIA GPUs in half precision; tokamax: Tokamax's kernel, on Hopper GPUs in half precision, soft caps
+    too; splash: jax's Pallas kernel, on TPUs; auto: cudnn on an A100 and on Hopper (H100, H200) where it supports the
+    model, else blocked. Decoding is the same with all."""
     gradient_checkpointing: bool | None = option(None, resume="rounding", lowers={"update": 3})
     """Recompute activations in the backward pass to save memory. Default: on GPUs, with policy dots."""
     gradient_checkpointing_policy: Literal["full", "dots"] | None = option(None, rare=True, resume="rounding")

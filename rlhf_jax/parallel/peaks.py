@@ -29,8 +29,8 @@ class Peak(NamedTuple):
         return self._replace(flops=self.flops * devices, bandwidth=self.bandwidth * devices)
 
 
-# By jax's device_kind: FLOP/s of dense products in bfloat16, and in float32 as jax multiplies by default (TF32 on GPUs
-# since Ampere, bfloat16 on TPUs), and bytes/s. From the vendors' data sheets.
+# By jax's device_kind: FLOP/s of dense products in half precision, and in float32 as jax multiplies by default (TF32 on
+# GPUs since Ampere, bfloat16 on TPUs), and bytes/s. From the vendors' data sheets.
 PUBLISHED = {
     "NVIDIA A100-SXM4-40GB": (312e12, 156e12, 1.555e12),
     "NVIDIA A100-SXM4-80GB": (312e12, 156e12, 2.039e12),
@@ -52,11 +52,11 @@ def peak(device: Any, dtype: str) -> Peak:
 
     Args:
       device: a jax.Device.
-      dtype: of products, 'bfloat16' or 'float32'.
+      dtype: of products, 'bfloat16', 'float16' or 'float32'.
     """
     if device.device_kind in PUBLISHED:
-        bfloat16, float32, bandwidth = PUBLISHED[device.device_kind]
-        return Peak(bfloat16 if dtype == "bfloat16" else float32, bandwidth, "published")
+        half, float32, bandwidth = PUBLISHED[device.device_kind]
+        return Peak(float32 if dtype == "float32" else half, bandwidth, "published")
     return _measured(device, dtype)
 
 

@@ -199,11 +199,13 @@ def on_mesh(
       dropout: whether it is trained with its dropout.
 
     Raises:
-      UserError: a dimension does not divide, or attn_implementation does not support the model or the devices.
+      UserError: a dimension does not divide, or dtype or attn_implementation does not support model or devices.
     """
     model = model.on(weights.mesh)
     weights.shardings(model, jax.eval_shape(lambda key: model.init(key, heads=(head,)), jax.random.key(0)))
     config, device = model.family.decoder_config(model.config), weights.mesh.devices.flat[0]
+    if dtype == "float16" and device.platform == "tpu":
+        raise UserError("--dtype float16: TPUs multiply in bfloat16 and float32. Give --dtype bfloat16 or float32")
     attention = attention_kernels.resolved(attn_implementation, config, dtype, device, dropout=dropout)
     if reason := attention_kernels.unsupported(attention, config, dtype, device, dropout=dropout):
         raise UserError(

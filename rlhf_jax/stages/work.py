@@ -140,7 +140,7 @@ def rollout_work(
     experience = sum(flops for role, flops in forward.items() if recomputes or role != "policy")
     # The backward pass costs two forward passes: gradients of the inputs and of the matrices.
     trained = {role: (2 if role in frozen else 3) * flops for role, flops in forward.items() if role != "reference"}
-    sampled, read = float(rows * response), decode_bytes(policy, prompts, group, response, itemsize)
+    sampled, read = float(rows * response), decode_bytes(policy, prompts, [response] * rows, itemsize)
     phases = {
         "generate": Work(generate, sampled, read),
         "prefill": Work(prefill, tokens),
@@ -152,13 +152,29 @@ def rollout_work(
     return phases | {role: Work(flops, through) for role, flops in forward.items() if role != "policy"}
 
 
-def decode_bytes(shape: Shape, prompts: Sequence[int], group: int, response: float, itemsize: int) -> float:
-    """Bytes that decoding reads: all matrices each step, and keys and values, those of a prompt once per group."""
-    steps, rows = response - 1, len(prompts) * group
+def decode_bytes(
+    shape: Shape, prompts: Sequence[int], responses: Sequence[float], itemsize: int, *, steps: float | None = None
+) -> float:
+    """Bytes that decoding has to read: all matrices in each step, and the keys and values of the rows that have not
+    ended, those of a prompt once for its group.
+
+    With W entries of matrices, the head's included, E entries of keys and values of a token in all layers, c tokens of
+    a prompt and n of a response, whose first comes from the prompt and whose token i + 1 sees i others:
+    itemsize * (steps * W + E * (sum over prompts of c * (largest n of its group - 1) + sum over responses of
+    n * (n - 1) / 2)).
+
+    Args:
+      prompts: tokens of each of P prompts.
+      responses: tokens of each of P * G responses, the G of a prompt side by side.
+      itemsize: bytes of an entry.
+      steps: decode steps, of all rows together; None: all rows are decoded at once, until the longest ends.
+    """
+    group = len(responses) // len(prompts)
+    longest = [max(responses[i : i + group]) - 1 for i in range(0, len(responses), group)]
+    steps = max(longest) if steps is None else steps
     weights = shape.matrices + shape.width * shape.vocab
-    entries = shape.layers * shape.cached  # entries of keys and values per token
-    read = steps * (weights + entries * sum(prompts)) + entries * rows * causal(steps)
-    return read * itemsize
+    tokens = sum(c * n for c, n in zip(prompts, longest, strict=True)) + sum(causal(n - 1) for n in responses)
+    return itemsize * (steps * weights + shape.layers * shape.cached * tokens)
 
 
 def supervised_work(

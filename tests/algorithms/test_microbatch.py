@@ -7,11 +7,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlhf_jax.algorithms import microbatch
+from rlhf_jax import models
+from rlhf_jax.algorithms import microbatch, response_logprobs
 from rlhf_jax.algorithms.microbatch import MicroBatches, Tally
 from rlhf_jax.config import PPOConfig, RLOOConfig
 from rlhf_jax.parallel import sharding
-from tests.helpers.arrays import normal
+from tests.helpers.arrays import distance, normal
 
 # --- by rows
 
@@ -38,6 +39,35 @@ def test_gradients_in_half_precision_are_summed_in_float32():
     parts = MicroBatches.by_rows(jnp.full((300, 1), 1.0), 1)
     grads, _, _ = parts.gradients(lambda p, x: (jnp.sum(p * x.astype(p.dtype)), (Tally(), ())), jnp.bfloat16(1.0))
     assert grads.dtype == jnp.float32 and float(grads) == 300.0
+
+
+def test_the_scale_of_a_loss_is_a_power_of_two_of_its_terms_in_float16_alone():
+    assert [microbatch.loss_scale("float16", terms) for terms in (1, 3, 4, 3392)] == [1.0, 2.0, 4.0, 2048.0]
+    assert {microbatch.loss_scale(dtype, 3392) for dtype in ("float32", "bfloat16")} == {1.0}
+
+
+def test_float16_has_gradients_nearer_to_float32_than_bfloat16_and_none_without_the_scale():
+    model = models.custom_shape("llama:2x64x4x2", 512)
+    params = model.init(jax.random.key(0))
+    params = jax.tree.map(lambda x, y: x.astype(y.dtype), model.cast_params(params, jnp.bfloat16), params)
+    tokens = jax.random.randint(jax.random.key(1), (8, 24), 0, 512)
+    terms = 2**22  # a mean over so many that the gradient of one vanishes
+
+    def gradients(dtype, scale):
+        def loss(params, tokens):
+            hidden = model.hidden(params, tokens, jnp.ones(tokens.shape, bool), dtype=jnp.dtype(dtype))[:, :-1]
+            logprobs, _ = response_logprobs.logprobs_from_hidden(model, params, hidden, tokens[:, 1:], 0.7)
+            return -jnp.sum(logprobs) / terms, (Tally({"loss": -jnp.sum(logprobs)}), ())
+
+        parts = MicroBatches.by_rows(tokens, 4)
+        grads, tally, _ = jax.jit(lambda params: parts.gradients(loss, params, scale))(params)
+        return jnp.concatenate([x.ravel() for x in jax.tree.leaves(grads)]), float(tally.sums["loss"])
+
+    exact, loss = gradients("float32", 1.0)
+    half, half_loss = gradients("float16", microbatch.loss_scale("float16", terms))
+    assert distance(half, exact) < 0.25 * distance(gradients("bfloat16", 1.0)[0], exact)
+    assert half_loss == pytest.approx(loss, rel=1e-3)
+    assert distance(gradients("float16", 1.0)[0], exact) > 0.5
 
 
 @pytest.mark.parametrize(

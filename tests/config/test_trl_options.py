@@ -66,7 +66,8 @@ def test_the_parser_gives_every_name_the_pages_answer(name, stage, capsys):
         assert f"note: --{typed} " in capsys.readouterr().err
     elif answer.kind == "renamed":
         target = answer.renamed.to
-        word, value = ("true", "bfloat16") if answer.renamed.values else (sample_word(target, hints[target]), None)
+        values = answer.renamed.values
+        word, value = ("true", values["true"]) if values else (sample_word(target, hints[target]), None)
         changed = command_line.with_flag(config, typed, [word])
         expected = command_line.value_from_words(target, hints[target], [value or word])
         assert getattr(changed, target) == expected
@@ -84,10 +85,11 @@ def test_scale_rewards_takes_trls_booleans(words, value):
     assert command_line.with_flag(STAGES["grpo"](), "scale_rewards", words).scale_rewards == value
 
 
-def test_bf16_alone_is_bfloat16_and_false_is_float32():
+@pytest.mark.parametrize("name, dtype", [("bf16", "bfloat16"), ("fp16", "float16")])
+def test_half_precision_alone_is_its_dtype_and_false_is_float32(name, dtype):
     config = STAGES["ppo"]()
-    assert command_line.with_flag(config, "bf16", []).dtype == "bfloat16"
-    assert command_line.with_flag(config, "bf16", ["False"]).dtype == "float32"
+    assert command_line.with_flag(config, name, []).dtype == dtype
+    assert command_line.with_flag(config, name, ["False"]).dtype == "float32"
 
 
 def test_the_reasons_name_what_to_do():

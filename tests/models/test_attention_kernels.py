@@ -139,7 +139,7 @@ def decoder_config(shape="2x64x1", **fields):
         ("cudnn", "cpu", "bfloat16", {}, "devices of the platform gpu, and the mesh has devices of the platform cpu"),
         ("cudnn", "tpu", "bfloat16", {}, "platform gpu"),
         ("splash", "gpu", "bfloat16", {}, "platform tpu"),
-        ("cudnn", "gpu", "float32", {}, "bfloat16, and --dtype is float32"),
+        ("cudnn", "gpu", "float32", {}, "bfloat16 and float16, and --dtype is float32"),
         ("cudnn", "gpu", "bfloat16", {"attention_softcap": 50.0}, "attention_softcap is 50"),
         ("cudnn", "gpu", "bfloat16", {"attention_dropout": 0.1}, "attention_dropout is 0.1"),
         ("splash", "tpu", "float32", {"attention_dropout": 0.1}, "attention_dropout is 0.1"),
@@ -273,11 +273,11 @@ def test_devices_compute_their_rows_and_heads():
 # --- compiled for accelerators
 
 
-def gradients(kernel, model, rows, length, group=0, **options):
-    """The program of attention and its gradient in bfloat16, and the shapes of its arguments; after a prefix of `group`
+def gradients(kernel, model, rows, length, group=0, dtype=jnp.bfloat16, **options):
+    """The program of attention and its gradient, and the shapes of its arguments; after a prefix of `group`
     rows each if that is not 0."""
     config = model.family.decoder_config(model.config)
-    context = Context(config, jnp.bfloat16, model.layout, attn_implementation=kernel)
+    context = Context(config, dtype, model.layout, attn_implementation=kernel)
 
     def program(arrays, masks):
         def attend(query, *pairs):
@@ -288,7 +288,7 @@ def gradients(kernel, model, rows, length, group=0, **options):
         return out, pull(out)
 
     def shape(rows, columns, heads):
-        return jax.ShapeDtypeStruct((rows, columns, heads, config.head_dim), jnp.bfloat16)
+        return jax.ShapeDtypeStruct((rows, columns, heads, config.head_dim), dtype)
 
     sets = [(rows, length), *([(rows // group, 96)] if group else [])]
     pairs = [(shape(*size, context.held_heads),) * 2 for size in sets]
@@ -329,7 +329,7 @@ def compiled_text(kernel, model, devices, **options):
     [
         ((1, 1, 1), "llama:1x256x4x2", {}, ["ScaleBiasSoftmax"]),
         ((2, 2, 2), "llama:1x256x4x2", {}, ["ScaleBiasSoftmax"]),
-        ((1, 1, 1), "llama:1x256x4x2", {"start_at_0": True}, ["Softmax"]),
+        ((1, 1, 1), "llama:1x256x4x2", {"start_at_0": True, "dtype": jnp.float16}, ["Softmax"]),
         ((1, 1, 1), "1x512x2", {"start_at_0": True}, ["Softmax"]),  # heads of 256
         ((2, 2, 2), "llama:1x256x4x2", {"start_at_0": True, "window": 33}, ["Softmax"]),
         ((2, 2, 2), "llama:1x256x4x2", {"start_at_0": True, "group": 2}, ["Softmax", "Softmax"]),
@@ -450,6 +450,7 @@ if __name__ == "__main__":
         (Device("gpu", "10.0"), {}, "blocked"),
         (Device("cpu"), {}, "blocked"),
         (Device("tpu"), {}, "blocked"),
+        (Device("gpu", "9.0"), {"dtype": "float16"}, "cudnn"),
         (Device("gpu", "9.0"), {"dtype": "float32"}, "blocked"),
         (Device("gpu", "9.0"), {"attention_softcap": 50.0}, "blocked"),
         (Device("gpu", "9.0"), {"attention_dropout": 0.1, "dropout": True}, "blocked"),

@@ -11,6 +11,7 @@ from rlhf_jax.parallel import peaks
 def test_published_peaks_depend_on_the_dtype():
     device = types.SimpleNamespace(device_kind="NVIDIA H100 80GB HBM3")
     assert peaks.peak(device, "bfloat16") == (989e12, 3.35e12, "published")
+    assert peaks.peak(device, "float16") == peaks.peak(device, "bfloat16")
     assert peaks.peak(device, "float32") == (495e12, 3.35e12, "published")
 
 

@@ -1,4 +1,5 @@
-"""scripts/bench/rollouts.py: forced lengths on all sides, tables, and a small case with its bound."""
+"""scripts/bench/rollouts.py: workloads, forced lengths on all sides, bytes of decoding, tables, a small case with its
+bound."""
 
 import dataclasses
 import json
@@ -49,6 +50,32 @@ def test_small_case_is_not_slower_or_larger_beside_generate_than_its_bounds(capf
     assert all(0 < row["above_imports_mib"] < row["peak_mib"] for row in case["rows"])
 
 
+def test_small_case_of_nano_vllm_reports_bytes_a_second_of_its_decode_steps(capfd, tmp_path):
+    words = [
+        "--short",
+        "--workload",
+        "nano_vllm",
+        "--systems",
+        "ours",
+        "--repeats",
+        "1",
+        "--json",
+        str(tmp_path / "out"),
+    ]
+    code = rollouts.main([*words, "--decoding", '{"slots": 8, "shrink": true}', "--response_length", "32"])
+    shown = capfd.readouterr()
+    assert code == 0, shown.err
+    (case,) = json.loads((tmp_path / "out").read_text())["cases"]
+    (row,) = case["rows"]
+    # 16 rows of 3 to 32 tokens in 8 slots: more steps than the longest row has, fewer than one row after another.
+    assert 31 < row["steps"] < 16 * 31
+    assert row["step_bytes"] > 4 * rollouts.Shape.of(rollouts.model_of("tiny")).matrices
+    (result,) = (results["ours"] for results in case["rounds"])
+    per_second = row["step_bytes"] * row["steps"] / (result["seconds"][0] - result["prompt_seconds"])
+    assert row["bytes_per_second"]["median"] == pytest.approx(per_second)
+    assert "nano_vllm lengths, 16 rows, up to 32 + up to 32 tokens" in shown.out and "GB/s" in shown.out
+
+
 # --- lengths
 
 
@@ -62,18 +89,30 @@ def test_lengths_are_drawn_by_seed_with_their_mean_and_within_their_columns():
     assert np.std(rollouts.drawn_lengths("tight", 20_000, 1024, seed=3)) == pytest.approx(102.4, rel=0.03)
 
 
+def test_nano_vllm_is_the_public_benchmark_and_scales_down():
+    prompts, limits = rollouts.nano_vllm(256, 151_936, 1024, 1024, seed=0)
+    assert (sum(map(len, prompts)), sum(limits)) == (142_827, 133_966)  # as its README says
+    assert min(map(len, prompts)) >= 100 and min(limits) >= 100 and max(limits) <= 1024
+    prompts, limits = rollouts.nano_vllm(500, 64, 32, 128, seed=1)
+    assert {len(prompt) for prompt in prompts} == set(range(3, 33)) and max(map(max, prompts)) == 63
+    assert (min(limits), max(limits)) == (12, 128)
+
+
 @pytest.mark.parametrize("system", rollouts_child.SIDES)
 def test_each_side_gives_each_row_its_length(work, system):
     if system != "ours":
         pytest.importorskip("torch")
-    run, imports = rollouts_child.SIDES[system](dataclasses.replace(work, decoding={"slots": 4}))
-    assert run(LIMITS) == LIMITS and imports > 0
-    assert run([1] * len(LIMITS)) == [1] * len(LIMITS)
+    prompts = [prompt[: 1 + row % 8] for row, prompt in enumerate(work.prompts)]
+    side = rollouts_child.SIDES[system](dataclasses.replace(work, prompts=prompts, decoding={"slots": 4}))
+    lengths, steps = side.generate(LIMITS)
+    assert lengths == LIMITS and steps >= max(LIMITS) - 1 and side.imports_mib > 0
+    assert side.generate([1] * len(LIMITS)) == ([1] * len(LIMITS), 0)
 
 
 def test_a_response_of_another_length_is_an_error(work):
+    side = rollouts_child.Side(lambda limits: ([2] * len(limits), 1), 0.0, lambda: 1.0, lambda: 1.0)
     with pytest.raises(RuntimeError, match="responses of"):
-        rollouts_child.measure(work, lambda limits: [1] * len(limits), 0.0)
+        rollouts_child.measure(work, side)
 
 
 # --- what is measured
@@ -86,6 +125,12 @@ def result(speed, peak=100.0):
         "first_seconds": 2.0,
         "peak_mib": peak,
         "above_imports_mib": 9,
+        "prompt_seconds": 0.5,
+        "decode_seconds": 0.5,
+        "steps": 100,
+        "step_bytes": 5e6,
+        "bytes_per_second": 1e9,
+        "copy_rate": 4e9,
     }
 
 
@@ -99,6 +144,8 @@ def test_ratios_are_of_the_same_round():
     assert rollouts.ratios(rounds)["memory"]["high"] == 1.0 and "ratio" not in theirs
     text = rollouts.table([ours, theirs])
     assert "| ours | 55 (30 to 80) | 110 MiB | 9 MiB | 2.0 s | 3.50 (3.00 to 4.00) |" in text
+    text = rollouts.decode_table([ours, theirs])
+    assert "| ours | 0.50 s | 100 | 5.00 ms | 0.005 GB | 1.0 GB/s | 4.0 GB/s | 25% |" in text
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,8 @@
 """Opening the models of a run: the attention of every one of them."""
 
+import types
+
+import numpy as np
 import pytest
 
 from rlhf_jax import data
@@ -9,6 +12,7 @@ from rlhf_jax.errors import UserError
 from rlhf_jax.models import attention_kernels, custom_shape
 from rlhf_jax.models.io import hf
 from rlhf_jax.parallel import sharding
+from rlhf_jax.stages import open_models
 from tests.helpers.models_common import random_params
 from tests.helpers.runs import RLOO_OPTIONS
 
@@ -55,6 +59,14 @@ def test_a_kernel_is_refused_on_devices_that_it_is_not_for(config_type, name):
     path = "sft_model_path" if config_type is PPOConfig else "model_name_or_path"
     with pytest.raises(UserError, match=f"--attn_implementation {name} .* 1x16x2: .* platform cpu.* Give --attn"):
         opened(config_type(**{**given, path: None}))
+
+
+def test_float16_is_refused_on_tpus():
+    device = types.SimpleNamespace(platform="tpu")
+    mesh = types.SimpleNamespace(shape={"tensor": 1}, devices=np.array([device]))
+    weights = types.SimpleNamespace(mesh=mesh, shardings=lambda *_: None)
+    with pytest.raises(UserError, match="--dtype float16: TPUs multiply in bfloat16"):
+        open_models.on_mesh(custom_shape("1x16x2", 64), weights, "causal", "m", dtype="float16")
 
 
 @pytest.mark.parametrize(

@@ -179,6 +179,20 @@ def test_every_metric_of_a_grpo_run_with_vespo_is_explained(tmp_path):
     assert_explained(rlhf_jax.run(GRPOConfig(**options, run_dir=str(tmp_path / "run")), reward_funcs=[brevity]), own)
 
 
+def test_sampler_and_learner_differ_in_float16_by_a_fifth_of_bfloat16_and_the_update_teaches(tmp_path):
+    options = {**RLOO_OPTIONS, "batch_size": 8, "total_episodes": 8, "num_generations": 2, "dataset_test_split": None}
+    options |= {"scratch_model": "llama:4x64x4x2", "num_mini_batches": 1, "learning_rate": 1e-3}
+    last = {}
+    for dtype in ("bfloat16", "float16"):
+        run = rlhf_jax.run(GRPOConfig(**options, dtype=dtype, run_dir=str(tmp_path / dtype)), reward_funcs=[brevity])
+        last[dtype] = lines(run.run_dir)[-1]
+    for of in ("mean", "max"):
+        name = f"sampling/sampling_logp_difference/{of}"
+        assert 0 < last["float16"][name] < 0.2 * last["bfloat16"][name]
+    assert last["float16"]["grad_norm"] == pytest.approx(last["bfloat16"]["grad_norm"], rel=0.1)
+    assert last["float16"].get("nonfinite/updates", 0) == 0
+
+
 def test_trls_step_time_is_among_the_timings(long_run):
     assert all("step_time" in line for line in lines(long_run[0].run_dir, "timings.jsonl")[1:])
 

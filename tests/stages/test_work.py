@@ -52,8 +52,22 @@ def test_decode_bytes_are_matrices_each_step_and_the_cache_so_far():
     weights = 4 * 16 + 2 * 4 * 16 + 4 * 10
     # Two steps; prompts' keys and values once a group, own ones of 1 and 2 tokens for each of 4 rows.
     entries = 2 * (weights + 2 * 4 * (3 + 5)) + 2 * 4 * 4 * (1 + 2)
-    assert decode_bytes(shape, [3, 5], 2, 3, itemsize=4) == 4 * entries
+    assert decode_bytes(shape, [3, 5], [3, 3, 3, 3], itemsize=4) == 4 * entries
     assert rollout_work({"policy": shape}, [3, 5], 2, 3, 1, itemsize=2)["generate"].bytes == 2 * entries
+
+
+def test_decode_bytes_end_with_each_row_and_count_the_steps_that_the_rows_took():
+    shape = Shape(layers=3, width=4, hidden=16, vocab=10)
+    weights, entries = shape.matrices + 4 * 10, 3 * 2 * 4
+    # Step by step: the matrices, a prompt while one of its rows goes on, and of each row the tokens before.
+    prompts, responses = [3, 5], [4, 1, 2, 6]
+    read = 0
+    for step in range(1, 6):
+        live = [n > step for n in responses]
+        read += weights + entries * step * sum(live)
+        read += entries * sum(c for c, rows in zip(prompts, (live[:2], live[2:]), strict=True) if any(rows))
+    assert decode_bytes(shape, prompts, responses, 2) == 2 * read
+    assert decode_bytes(shape, prompts, responses, 2, steps=9) == 2 * (read + 4 * weights)
 
 
 def test_adapters_and_skipped_passes_leave_work_out():
