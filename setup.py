@@ -90,6 +90,6 @@ setup(
         "tpu-aot": ["libtpu>=0.0.51,<0.1"],
         # jax's plugin of its own version, and NVIDIA's compiler: enough to compile for GPUs, not to run on them.
         "tokamax": ["tokamax>=0.0.12,<0.1"],
-        "gpu-aot": ["jax[cuda13-local]", "nvidia-cuda-nvcc>=13,<14", "tokamax>=0.0.12,<0.1"],
+        "gpu-aot": ["jax[cuda13-local]", "nvidia-cuda-nvcc>=13,<14"],
     },
 )
