@@ -14,13 +14,13 @@ from __future__ import annotations
 import dataclasses
 import sys
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal
+from typing import Any
 
 from rlhf_jax import inference, storage
 from rlhf_jax.config import command_line
 from rlhf_jax.errors import UserError
 from rlhf_jax.generate.options import SamplingOptions
-from rlhf_jax.models.options import ComputeOptions
+from rlhf_jax.models.options import ComputeOptions, Dtype
 from rlhf_jax.option import (
     NonNegativeFloat,
     NonNegativeInt,
@@ -48,7 +48,7 @@ class ChatOptions(Options):
     """Hub revision."""
     tokenizer: str | None = None
     """Folder or hub name, if the checkpoint has no tokenizer."""
-    dtype: Literal["float32", "bfloat16", "float16"] = option("float32", like=ComputeOptions)
+    dtype: Dtype = option("float32", like=ComputeOptions)
     max_new_tokens: PositiveInt = 128
     """Maximum tokens of a response."""
     temperature: NonNegativeFloat = 0.7

@@ -6,7 +6,7 @@ import os
 import warnings
 from collections.abc import Mapping, Sequence
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +24,7 @@ from rlhf_jax.generate import Sampling, generate_unstacked
 from rlhf_jax.generate.guided import Automaton, Guide, token_automaton
 from rlhf_jax.models.io import hf, peft
 from rlhf_jax.models.io.generation_config import resolve_stop_ids
+from rlhf_jax.models.options import Dtype
 from rlhf_jax.models.placement import Weights
 from rlhf_jax.option import field_ranges
 from rlhf_jax.parallel import jax_settings, platforms, sharding, xla_flags
@@ -103,7 +104,7 @@ class Policy:
     ):
         """`images` as `load_policy`. `weights`: loads them and has the mesh; default: a new mesh of all devices, on its
         axis `data`."""
-        if dtype not in ("float32", "bfloat16", "float16"):
+        if dtype not in get_args(Dtype):
             raise UserError(f"dtype is {dtype!r}; it must be 'float32', 'bfloat16' or 'float16'")
         self.path, self.revision = policy_folder(str(path)), revision
         self.weights = weights or Weights(sharding.make_mesh())

@@ -120,6 +120,7 @@ class _Enough(Exception):
 def programs(
     stage: Any,
     on_compiled: Callable[[Program], None] = lambda program: None,
+    *,
     only: Sequence[str] = (),
     compile_fn: Callable[..., Program] | None = None,
     at_once: int = 1,

@@ -11,7 +11,7 @@ from rlhf_jax.config.check import problems_of
 from rlhf_jax.data.options import DataOptions, DemonstrationOptions, PairOptions
 from rlhf_jax.errors import UserError
 from rlhf_jax.generate.options import SamplingOptions
-from rlhf_jax.models.options import ComputeOptions, ModelOptions
+from rlhf_jax.models.options import ComputeOptions, Dtype, ModelOptions
 from rlhf_jax.option import (
     Fraction,
     NonNegativeFloat,
@@ -97,7 +97,7 @@ class EvaluateConfig(ProcessOptions):
     """Seed of responses and bootstrap resamples."""
     batch_size: PositiveInt = 64
     """Responses generated and scored at a time, over all devices; does not change the results."""
-    dtype: Literal["float32", "bfloat16", "float16"] | None = option(None, like=ComputeOptions)
+    dtype: Dtype | None = option(None, like=ComputeOptions)
 
     # --- rewards
     reward_model_path: str | None = None

@@ -10,7 +10,7 @@ import importlib.util
 import logging
 from collections.abc import Callable
 from functools import cache, partial, reduce
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +26,8 @@ from rlhf_jax.types import Array
 
 PLATFORMS = {"cudnn": "gpu", "tokamax": "gpu", "splash": "tpu"}
 """The platform of the devices that a kernel is for; blocked runs on all."""
+BY_LENGTH = ("cudnn", "tokamax")
+"""Kernels that skip padding where it follows the tokens of a row, and else read a mask."""
 SPLASH_BLOCKS = (512, 256, 128)  # largest first; rows are padded to a multiple of the smallest
 CUDNN_MULTIPLE, TOKAMAX_MULTIPLE = 8, 128  # of the tokens of a row
 
@@ -193,15 +195,6 @@ def _round_up(size: int, multiple: int) -> int:
     return -(-size // multiple) * multiple
 
 
-class _Part(NamedTuple):
-    """Keys that each query sees some of, as a kernel takes them; N is B, or P for a prefix."""
-
-    key: Array  # [N, S, KV, K]
-    value: Array  # [N, S, KV, K]
-    keep: Array | None  # bool [N, 1, G Q, S], which of them each query sees; None: all within `lengths`
-    lengths: cudnn.Lengths | None
-
-
 def cudnn_attention(
     score: ScoreFunction,
     query: Array,
@@ -241,7 +234,7 @@ def cudnn_attention(
 
 def _row_part(
     keys: Keys, queries: int, window: Array | int | None, segment_ids: Array | None, start_at_0: bool, multiple: int
-) -> tuple[_Part, Callable[[Array], Array], int]:
+) -> tuple[cudnn.Part, Callable[[Array], Array], int]:
     """Keys whose last `queries` columns attend to them.
 
     Args:
@@ -261,7 +254,7 @@ def _row_part(
         pad, first = _pad_left, padded_queries - queries
         mask, ids = (None if x is None else _pad_left(x, padded_columns) for x in (keys.mask, segment_ids))
         keep = causal_mask(mask, padded_queries, padded_columns, window, ids)
-    part = _Part(pad(keys.key, padded_columns), pad(keys.value, padded_columns), keep, lengths)
+    part = cudnn.Part(pad(keys.key, padded_columns), pad(keys.value, padded_columns), keep, lengths)
     return part, partial(pad, length=padded_queries), first
 
 
@@ -272,20 +265,20 @@ def _static_windows(window: Array | int | None, sizes: tuple[int, ...]) -> tuple
     return jnp.searchsorted(jnp.array(sizes), window), tuple(None if size == ALL_KEYS else size for size in sizes)
 
 
-def _prefix_part(prefix: Keys, place: Array, copies: int, window: Array | int | None, start_at_0: bool) -> _Part:
+def _prefix_part(prefix: Keys, place: Array, copies: int, window: Array | int | None, start_at_0: bool) -> cudnn.Part:
     """The prefix of G = `copies` rows, whose queries are at the columns `place` [Q] of these rows."""
     count, columns = prefix.mask.sum(axis=1, dtype=jnp.int32), prefix.mask.shape[1]
     padded = _round_up(columns, CUDNN_MULTIPLE)
     key, value, mask = (_pad_right(x, padded) for x in prefix)
     if window is None and start_at_0:
-        return _Part(key, value, None, cudnn.Lengths(jnp.full_like(count, copies * len(place)), count))
+        return cudnn.Part(key, value, None, cudnn.Lengths(jnp.full_like(count, copies * len(place)), count))
     keep = jnp.broadcast_to(mask[:, None, :], (len(mask), len(place), padded))
     if window is not None:
         # Columns from the first token: a row follows the last one of its prefix.
         tokens = jnp.cumsum(mask, axis=1) - 1
         far = count[:, None, None] + place[None, :, None] - tokens[:, None, :]
         keep = keep & (far < window)
-    return _Part(key, value, jnp.tile(keep, (1, copies, 1))[:, None], None)
+    return cudnn.Part(key, value, jnp.tile(keep, (1, copies, 1))[:, None], None)
 
 
 def _rows_of(x: Array, rows: int) -> Array:
@@ -322,7 +315,7 @@ def _no_padding(x: Array, count: Array | None) -> Array:
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _by_parts(
-    forms: tuple[tuple[cudnn.Form, ...], ...], query: Array, parts: tuple[_Part, ...], which: Array | None
+    forms: tuple[tuple[cudnn.Form, ...], ...], query: Array, parts: tuple[cudnn.Part, ...], which: Array | None
 ) -> Array:
     """Attention of queries [B, Q, H, K] to the keys of all parts in one softmax: [B, Q, H, K].
 
@@ -339,7 +332,7 @@ def _by_parts_forward(forms, query, parts, which) -> tuple[Array, tuple]:
     rows, outs, logsumexps = len(query), [], []
     for part, part_forms in zip(parts, forms, strict=True):
         index = which if len(part_forms) > 1 else None
-        out, logsumexp = _call(cudnn.forward, part_forms, index, _rows_of(query, len(part.key)), *part)
+        out, logsumexp = _call(cudnn.forward, part_forms, index, _rows_of(query, len(part.key)), part)
         count = None if part.lengths is None else part.lengths.queries
         outs.append(_rows_of(_no_padding(out, count), rows))
         logsumexps.append(_by_row(logsumexp, rows))
@@ -361,12 +354,12 @@ def _by_parts_backward(forms, residuals, d_out) -> tuple[Any, ...]:
     rows, d_queries, d_parts = len(query), [], []
     for part, part_forms in zip(parts, forms, strict=True):
         index, count = which if len(part_forms) > 1 else None, len(part.key)
-        whole = (_rows_of(out, count), _by_prefix(logsumexp, count), _rows_of(d_out, count))
-        gradients = _call(cudnn.backward, part_forms, index, _rows_of(query, count), *part, *whole)
+        of_all_parts = (_rows_of(out, count), _by_prefix(logsumexp, count), _rows_of(d_out, count))
+        gradients = _call(cudnn.backward, part_forms, index, _rows_of(query, count), part, *of_all_parts)
         of_queries, of_keys = (None, None) if part.lengths is None else part.lengths
         d_query, d_key, d_value = map(_no_padding, gradients, (of_queries, of_keys, of_keys))
         d_queries.append(_rows_of(d_query, rows))
-        d_parts.append(_Part(d_key, d_value, None, None))
+        d_parts.append(cudnn.Part(d_key, d_value, None, None))
     return reduce(jnp.add, d_queries), tuple(d_parts), None
 
 

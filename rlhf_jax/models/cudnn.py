@@ -24,6 +24,15 @@ class Lengths(NamedTuple):
     keys: Array
 
 
+class Part(NamedTuple):
+    """Keys that N rows of queries attend to, and which of them each query sees."""
+
+    key: Array  # [N, S, KV, K]; head h of H heads of queries reads head h // (H / KV)
+    value: Array  # [N, S, KV, K]
+    keep: Array | None  # bool [N, 1, Q, S], even numbers of queries and keys; None: all within `lengths`
+    lengths: Lengths | None  # None: all columns
+
+
 class Form(NamedTuple):
     """What a call computes besides the products; hashable."""
 
@@ -50,12 +59,14 @@ def refusal(head_dim: int, device: jax.Device) -> str | None:
     return None
 
 
-def _arguments(form: Form, keep: Array | None, lengths: Lengths | None, dtype: Any) -> tuple[tuple, dict[str, Any]]:
-    """What both kernels take after query, key and value: (operands, parameters)."""
+def _arguments(form: Form, query: Array, part: Part) -> tuple[tuple, dict[str, Any]]:
+    """What both kernels take: (operands, parameters)."""
+    keep, dtype = part.keep, query.dtype
     absent = jnp.zeros(0, dtype)
     bias = absent if keep is None else jnp.where(keep, 0, kernels.get_large_negative_number(dtype)).astype(dtype)
-    operands = (bias, *([absent] * 2 if lengths is None else lengths), *[absent] * 4)
-    padding = "NO_MASK" if lengths is None else "PADDING"
+    lengths = [absent] * 2 if part.lengths is None else part.lengths
+    operands = (query, part.key, part.value, bias, *lengths, *[absent] * 4)
+    padding = "NO_MASK" if part.lengths is None else "PADDING"
     mask = {"NO_MASK": "CAUSAL", "PADDING": "PADDING_CAUSAL"}[padding] if form.causal else padding
     return operands, {
         "scale": form.scale,
@@ -68,51 +79,29 @@ def _arguments(form: Form, keep: Array | None, lengths: Lengths | None, dtype: A
     }
 
 
-def forward(
-    form: Form, query: Array, key: Array, value: Array, keep: Array | None, lengths: Lengths | None
-) -> tuple[Array, Array]:
-    """Attention of queries to keys.
-
-    Args:
-      query: [N, Q, H, K] bfloat16.
-      key, value: [N, S, KV, K]. Head h of the queries reads head h // (H / KV).
-      keep: bool [N, 1, Q, S], the keys that each query sees; even numbers of queries and keys. None: all.
-      lengths: None: all columns.
+def forward(form: Form, query: Array, part: Part) -> tuple[Array, Array]:
+    """Attention of queries [N, Q, H, K], bfloat16 or float16, to the keys of a part.
 
     Returns:
       (output [N, Q, H, K], log-sum-exp of the scores [N, H, Q] float32). The log-sum-exp of padding has no meaning.
     """
-    operands, parameters = _arguments(form, keep, lengths, query.dtype)
-    out, logsumexp = kernels._dot_product_attention_fwd_p_wrapper.bind(
-        query, key, value, *operands, **parameters, is_training=True
-    )
+    operands, parameters = _arguments(form, query, part)
+    out, logsumexp = kernels._dot_product_attention_fwd_p_wrapper.bind(*operands, **parameters, is_training=True)
     return out, logsumexp
 
 
 def backward(
-    form: Form,
-    query: Array,
-    key: Array,
-    value: Array,
-    keep: Array | None,
-    lengths: Lengths | None,
-    out: Array,
-    logsumexp: Array,
-    d_out: Array,
+    form: Form, query: Array, part: Part, out: Array, logsumexp: Array, d_out: Array
 ) -> tuple[Array, Array, Array]:
     """Gradients of query, key and value, in their shapes and dtype.
 
-    The weights are exp(scores - logsumexp): where `out` and `logsumexp` are of a softmax over more keys than `key`, so
-    are the gradients.
+    The weights are exp(scores - logsumexp): where `out` and `logsumexp` are of a softmax over more keys than the
+    part's, so are the gradients.
 
     Args:
-      form, query, key, value, keep, lengths: as in `forward`.
+      form, query, part: as in `forward`.
       out, d_out: the output and its gradient [N, Q, H, K].
       logsumexp: [N, H, Q] float32.
     """
-    operands, parameters = _arguments(form, keep, lengths, query.dtype)
-    return tuple(
-        kernels._dot_product_attention_bwd_p_wrapper.bind(
-            query, key, value, *operands, logsumexp, out, d_out, **parameters
-        )
-    )
+    operands, parameters = _arguments(form, query, part)
+    return tuple(kernels._dot_product_attention_bwd_p_wrapper.bind(*operands, logsumexp, out, d_out, **parameters))

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 
 from rlhf_jax.models.attention import Attention, Keys, last_columns
-from rlhf_jax.models.attention_kernels import row_attention, take_columns
+from rlhf_jax.models.attention_kernels import BY_LENGTH, row_attention, take_columns
 from rlhf_jax.models.cached_attention import (
     Segment,
     attend_cached,
@@ -222,7 +222,7 @@ def _to_column_0(rows: _Rows) -> tuple[_Rows, Callable[[Array], Array]]:
     its length instead, and skip what follows them.
     """
     context, mask = rows.context, rows.mask
-    if context.attn_implementation not in ("cudnn", "tokamax") or rows.segment_ids is not None:
+    if context.attn_implementation not in BY_LENGTH or rows.segment_ids is not None:
         return rows, lambda x: x
     size, first = mask.shape[1], jnp.argmax(mask, axis=1)[:, None]
     columns, inverse = ((jnp.arange(size)[None] + shift) % size for shift in (first, -first))

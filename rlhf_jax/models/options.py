@@ -9,13 +9,16 @@ from typing import Literal
 
 from rlhf_jax.option import Decay, Options, PositiveFloat, PositiveInt, option
 
+Dtype = Literal["float32", "bfloat16", "float16"]
+"""Of a forward pass."""
+
 
 @dataclasses.dataclass(frozen=True)
 class ComputeOptions(Options):
     """How a model computes."""
 
     # --- precision and memory
-    dtype: Literal["float32", "bfloat16", "float16"] = option(
+    dtype: Dtype = option(
         "float32", lowers={"loading": 3, "generate": 6, "score": 5, "experience": 5, "update": 5, "evaluation": 5}
     )
     """Compute dtype; master weights and reductions stay float32. float16 has the bytes and FLOPs of bfloat16, and a

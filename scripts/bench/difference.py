@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import accelerator_parts
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -38,7 +39,6 @@ import numpy as np
 from rlhf_jax import losses, models
 from rlhf_jax.generate import Sampling, generate
 from rlhf_jax.models import decoder, layers
-from rlhf_jax.models.attention_kernels import PLATFORMS
 from rlhf_jax.models.io import hf
 from rlhf_jax.models.linear import TransposedKernel
 from rlhf_jax.parallel import xla_flags
@@ -147,14 +147,14 @@ def by_rows(
     return token_logprobs(model.logits(params, hidden), response)
 
 
-def forms() -> dict[str, Callable]:
+def forms(model: models.Model) -> dict[str, Callable]:
     """From the sampler's to the learner's."""
     out = {"sampler: one token a step": by_steps, "all tokens in one step": partial(by_steps, together=True)}
     if jax.default_backend() == "cpu":
         out["one token a step, kernels as stored"] = partial(by_steps, transposed=False)
     out["one token a step, the learner's head"] = partial(by_steps, learner_head=True)
     out["rows after their prompts"] = partial(by_rows, shared=True)
-    kernels = [name for name, platform in PLATFORMS.items() if platform == jax.default_backend()]
+    *kernels, _ = accelerator_parts.implementations(model)
     out |= {f"whole rows, {name}": partial(by_rows, attention=name) for name in kernels}
     return out | {"learner: whole rows": by_rows}
 
@@ -235,7 +235,7 @@ def measure(case: Case) -> dict[str, Any]:
     rollout = jax.jit(lambda params: generate(model, params, case.prompts, key, sampling, **options))(case.params)
     response = rollout.response
     exact, _ = compute(by_rows, case, response, "float32")
-    each = {name: compute(form, case, response, dtype)[0] for name, form in forms().items()}
+    each = {name: compute(form, case, response, dtype)[0] for name, form in forms(model).items()}
     learner = each["learner: whole rows"]
     result: dict[str, Any] = {"tokens": response.size, "forms": {}, "precisions": {}}
     for name, logprobs in each.items():
@@ -298,7 +298,7 @@ def checkpoint_case(folder: str, rows: int, response_length: int) -> Case:
 
 
 def prompt_batch(tokens: np.ndarray, lengths: np.ndarray) -> PromptBatch:
-    """[B, C] tokens, the last lengths [B] of which are a prompt."""
+    """Prompts from left-padded tokens [B, C] and their numbers of tokens [B]."""
     rows = jnp.arange(len(tokens), dtype=jnp.int32)
     return PromptBatch(jnp.asarray(tokens, jnp.int32), jnp.asarray(lengths, jnp.int32), rows)
 

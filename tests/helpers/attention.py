@@ -26,8 +26,9 @@ def use_kernels_on_cpu(setattr=setattr):
     setattr(cudnn, "backward", cudnn_backward)
 
 
-def _scores(form, query, key, keep, lengths):
+def _scores(form, query, part):
     """[N, H, Q, S], and which queries are no padding [N, Q]."""
+    key, _, keep, lengths = part
     (rows, queries, heads, _), keys = query.shape, key.shape[1]
     scores = form.scale * jnp.einsum("nqhd,nshd->nhqs", query, jnp.repeat(key, heads // key.shape[2], axis=2))
     columns, seen = jnp.arange(keys)[None], jnp.ones((rows, 1, queries, keys), bool)
@@ -44,16 +45,16 @@ def _scores(form, query, key, keep, lengths):
     return jnp.where(seen, scores, -jnp.inf), real
 
 
-def cudnn_forward(form, query, key, value, keep, lengths):
-    scores, real = _scores(form, query, key, keep, lengths)
-    value = jnp.repeat(value, query.shape[2] // value.shape[2], axis=2)
+def cudnn_forward(form, query, part):
+    scores, real = _scores(form, query, part)
+    value = jnp.repeat(part.value, query.shape[2] // part.value.shape[2], axis=2)
     logsumexp = jax.nn.logsumexp(scores, axis=-1)
     out = jnp.einsum("nhqs,nshd->nqhd", jnp.exp(scores - logsumexp[..., None]), value)
     return jnp.where(real[..., None, None], out, jnp.nan), jnp.where(real[:, None], logsumexp, jnp.nan)
 
 
-def cudnn_backward(form, query, key, value, keep, lengths, out, logsumexp, d_out):
-    scores, real = _scores(form, query, key, keep, lengths)
+def cudnn_backward(form, query, part, out, logsumexp, d_out):
+    (scores, real), (key, value, _, lengths) = _scores(form, query, part), part
     shared = query.shape[2] // key.shape[2]
     out, d_out = (jnp.where(real[..., None, None], x, 0) for x in (out, d_out))
     weights = jnp.where(real[:, None, :, None], jnp.exp(scores - logsumexp[..., None]), 0)

@@ -98,7 +98,7 @@ def get_config(variant):
     # The reward model of RLOO reads text, with a tokenizer of its own.
     reads = dict(reward_model_path="REWARD", reward_input="text")
     rloo = RLOOConfig(sft_model_path=None, num_generations=2, **reads, **START, **POLICY)
-    if variant == "memory":  # CPUs in place of accelerators, of which the second process has one without memory
+    if variant == "memory":  # CPUs stand for accelerators; that of the second process has no memory
         import jax
         from rlhf_jax.dry_run import micro_batches, topologies
 

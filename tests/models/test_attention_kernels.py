@@ -227,10 +227,10 @@ def assert_the_same_with(kernel, shape, fields, key=None):
 def test_cudnn_gets_a_mask_only_for_segments_the_last_columns_and_windows_after_a_prefix(on_cpu, monkeypatch):
     masks, forward = [], cudnn.forward
 
-    def record(form, query, key, value, keep, lengths):
-        assert (keep is None) != (lengths is None)
-        masks.append(keep is not None)
-        return forward(form, query, key, value, keep, lengths)
+    def record(form, query, part):
+        assert (part.keep is None) != (part.lengths is None)
+        masks.append(part.keep is not None)
+        return forward(form, query, part)
 
     monkeypatch.setattr(cudnn, "forward", record)
     tokens, mask = padded_rows([20, 22], [4, 0], 24)
@@ -315,8 +315,12 @@ def described_gpus(name):
         pytest.skip(str(error))
 
 
-def compiled_text(kernel, model, devices, **options):
-    """The program of `gradients`, compiled for devices."""
+def compiled_text(kernel, sizes, shape, **options):
+    """The program of `gradients`, compiled for the H100s of a mesh."""
+    devices = described_gpus(f"h100:{sizes[0] ** 3}")
+    model = custom_shape(shape, 64).on(sharding.make_mesh(*sizes, devices=devices))
+    config = model.family.decoder_config(model.config)
+    assert attention_kernels.unsupported(kernel, config, "bfloat16", devices[0]) is None
     program, arguments = gradients(kernel, model, 16, 165, **options)
     split = sharding.batch_sharding(model.layout.mesh)
     arguments = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=split), arguments)
@@ -338,11 +342,7 @@ def compiled_text(kernel, model, devices, **options):
     ids=str,
 )
 def test_cudnn_compiles_for_gpus_with_odd_lengths_and_on_meshes(sizes, shape, options, kernels):
-    devices = described_gpus(f"h100:{sizes[0] ** 3}")
-    model = custom_shape(shape, 64).on(sharding.make_mesh(*sizes, devices=devices))
-    config = model.family.decoder_config(model.config)
-    assert attention_kernels.unsupported("cudnn", config, "bfloat16", devices[0]) is None
-    text = compiled_text("cudnn", model, devices, **options)
+    text = compiled_text("cudnn", sizes, shape, **options)
     calls = re.findall(r'custom_call_target="__cudnn\$fmha(\w+)"', text)
     assert sorted(calls) == sorted([*kernels, *(f"{kernel}Backward" for kernel in kernels)])
 
@@ -389,11 +389,7 @@ def test_a_model_with_soft_caps_and_two_windows_is_the_same_with_tokamax(on_cpu,
     ids=str,
 )
 def test_tokamaxs_kernel_and_its_gradient_compile_for_hopper(sizes, shape, options, with_tokamax):
-    devices = described_gpus(f"h100:{sizes[0] ** 3}")
-    model = custom_shape(shape, 64).on(sharding.make_mesh(*sizes, devices=devices))
-    config = model.family.decoder_config(model.config)
-    assert attention_kernels.unsupported("tokamax", config, "bfloat16", devices[0]) is None
-    text = compiled_text("tokamax", model, devices, **options)
+    text = compiled_text("tokamax", sizes, shape, **options)
     assert len(re.findall(r'custom_call_target="mosaic_gpu\w*"', text)) == 3  # forward, of queries, of keys and values
 
 
@@ -414,8 +410,8 @@ def test_cudnns_calls_are_those_of_jaxs_function(masked):
 
     def ours(query, key, value):
         lengths = None if masked else cudnn.Lengths(count, count)
-        arguments = (query, key, value, keep if masked else None, lengths)
-        return cudnn.backward(form, *arguments, *cudnn.forward(form, *arguments), query)
+        part = cudnn.Part(key, value, keep if masked else None, lengths)
+        return cudnn.backward(form, query, part, *cudnn.forward(form, query, part), query)
 
     def of_jax(query, key, value):
         options = {"query_seq_lengths": count, "key_value_seq_lengths": count, "local_window_size": (15, 0)}

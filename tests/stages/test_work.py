@@ -59,7 +59,7 @@ def test_decode_bytes_are_matrices_each_step_and_the_cache_so_far():
 def test_decode_bytes_end_with_each_row_and_count_the_steps_that_the_rows_took():
     shape = Shape(layers=3, width=4, hidden=16, vocab=10)
     weights, entries = shape.matrices + 4 * 10, 3 * 2 * 4
-    # Step by step: the matrices, a prompt while one of its rows goes on, and of each row the tokens before.
+    # Each step reads the matrices, each prompt that a row still continues, and the earlier tokens of each such row.
     prompts, responses = [3, 5], [4, 1, 2, 6]
     read = 0
     for step in range(1, 6):
